@@ -1,0 +1,110 @@
+"""Every setting: type, default, unit and one line of doc. The single source of defaults; docs/configuration.md is checked against it.
+
+Sources in rising precedence: defaults, TOML file, environment PD_SERVE_<SECTION>_<KEY>, flags and --set (config_sources.py merges them).
+Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+
+
+class ModelConfig(Section):
+    id: str = Field("demo", description="Local folder, Hugging Face id, or `demo`: the bundled SmolLM2-135M-Instruct")
+    name: str = Field("", description="Name clients use; empty: the last part of the id")
+    dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Type of weights, activations and KV")
+    max_len: int = Field(0, ge=0, description="Longest prompt + output in tokens; 0: what the model was trained for")
+    cache_dir: str = Field("", description="Folder for converted models; empty: the user's cache folder")
+    load_format: Literal["auto", "random"] = Field("auto", description="`random` fills the weights from a seed: benchmarks without a checkpoint")
+
+
+class KVConfig(Section):
+    block_size: int = Field(16, ge=1, le=256, description="Tokens per KV block")
+    num_blocks: int = Field(0, ge=0, description="Blocks in the pool; 0: from `memory_bytes`")
+    memory_bytes: int = Field(512 * 1024 * 1024, ge=1024 * 1024, description="Bytes of the KV pool when num_blocks is 0 (CPU)")
+    gpu_memory_fraction: float = Field(0.85, gt=0, lt=1, description="Share of free GPU memory for the pool when num_blocks is 0 (CUDA)")
+    prefix_cache: bool = Field(True, description="Keep finished blocks and reuse them for equal prefixes")
+    headroom_tokens: int = Field(64, ge=0, description="Output tokens per sequence that admission reserves room for")
+    quarantine_fence_share: float = Field(0.25, gt=0, le=1, description="Quarantined share of the pool above which a silent peer is fenced by force")
+
+
+class EngineConfig(Section):
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
+    threads: int = Field(0, ge=0, description="Compute threads (OMP_NUM_THREADS); 0: cores divided among the workers on this machine")
+    cpu_affinity: str = Field("", description="Cores to pin the worker to, such as `0` or `2-5`; empty: no pinning")
+    max_batch_tokens: int = Field(512, ge=1, description="Token budget of one step: decode tokens first, then prefill chunks")
+    max_running: int = Field(256, ge=1, description="Sequences in one step")
+    max_waiting: int = Field(1024, ge=0, description="Prompts that may wait inside the worker")
+    prefill_chunk: int = Field(0, ge=0, description="Longest prefill chunk in tokens; 0: as the budget allows")
+
+
+class TransportConfig(Section):
+    name: str = Field("ucx", description="Transport: ucx, loopback (one process, tests), faulty (tests)")
+    binding: Literal["auto", "ucxpy", "libucp"] = Field("auto", description="UCX binding: ucx-py, or libucp through ctypes; auto prefers ucx-py")
+    lanes: Literal["auto", "shm", "tcp", "rdma"] = Field("auto", description="Restrict the lanes that may be used")
+    min_bandwidth: float = Field(0.0, ge=0, description="Bytes per second of the probe at join below which a peer is refused; 0: any")
+    join_timeout_s: float = Field(5.0, gt=0, description="Seconds in which a peer must answer the hello")
+    probe_bytes: int = Field(1 << 20, ge=4096, description="Bytes written to measure the lane at join")
+    hard_fence_after_s: float = Field(10.0, gt=0, description="Seconds a lost or silent local writer may hold quarantined blocks before its process is ended")
+    verify: bool = Field(False, description="Digest of every transferred block in the completion record, checked by decode")
+
+
+class WorkerConfig(Section):
+    id: str = Field("", description="Name of the worker; empty: host, role and port")
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(0, ge=0, le=65535, description="Port of the worker's HTTP and link; 0: a free one")
+    advertise: str = Field("", description="Address others reach this worker at; empty: host")
+    routers: tuple[str, ...] = Field(("http://127.0.0.1:8000",), description="Routers to register at")
+    heartbeat_s: float = Field(1.0, gt=0, description="Seconds between registrations")
+    load_interval_s: float = Field(0.1, gt=0, description="Least seconds between two load frames")
+    report_interval_s: float = Field(0.5, gt=0, description="Seconds between reports of rank to front; five missed: unhealthy")
+    drain_deadline_s: float = Field(30.0, ge=0, description="Seconds that SIGTERM gives running requests")
+    quarantine_retry_s: float = Field(1.0, gt=0, description="Seconds between two Abandon notices for a quarantined lease")
+
+
+class RouterConfig(Section):
+    host: str = Field("127.0.0.1", description="Address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI endpoint; 0: a free one")
+    workers: tuple[str, ...] = Field((), description="Worker addresses to link to besides those that register")
+    policy: Literal["round_robin", "least_tokens"] = Field("least_tokens", description="How workers are chosen")
+    local_prefill_max_tokens: int = Field(0, ge=0, description="Prompts with at most this many uncached tokens are prefilled where they decode")
+    max_open_requests: int = Field(2048, ge=1, description="Requests in progress above which clients get 429")
+    max_queued_requests: int = Field(1024, ge=0, description="Requests waiting for a worker above which clients get 429")
+    queue_timeout_s: float = Field(30.0, gt=0, description="Seconds a request waits for a worker before 503")
+    transfer_timeout_s: float = Field(60.0, gt=0, description="Seconds from the grant in which the KV must have arrived")
+    request_timeout_s: float = Field(600.0, gt=0, description="Seconds for a whole request")
+    max_moves: int = Field(3, ge=0, description="Times one request may be opened again on other workers")
+    worker_timeout_s: float = Field(5.0, gt=0, description="Seconds of silence on a link after which a worker is suspected")
+    max_body_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest request body")
+    max_n: int = Field(16, ge=1, description="Largest n")
+    processes: int = Field(1, ge=1, description="Router processes on the port")
+
+
+class SecurityConfig(Section):
+    api_keys: tuple[str, ...] = Field((), description="Keys clients may use; empty: no key is asked for")
+    cluster_secret: str = Field("", description="Shared by routers and workers; needed beyond loopback addresses")
+
+
+class ObserveConfig(Section):
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level logged")
+    log_format: Literal["text", "json"] = Field("text", description="Shape of log lines")
+    trace_requests: int = Field(16, ge=0, description="Layer-by-layer transfer traces each worker keeps")
+
+
+class Config(Section):
+    """The whole; each process reads the sections it needs. `prefill`, `decode` and `colocated` tables in a file override per role."""
+
+    model: ModelConfig = ModelConfig()
+    kv: KVConfig = KVConfig()
+    engine: EngineConfig = EngineConfig()
+    transport: TransportConfig = TransportConfig()
+    worker: WorkerConfig = WorkerConfig()
+    router: RouterConfig = RouterConfig()
+    security: SecurityConfig = SecurityConfig()
+    observe: ObserveConfig = ObserveConfig()

@@ -1,0 +1,79 @@
+"""Plain data between the scheduler (which decides) and the runner (which computes). Frozen; crosses the control/engine thread boundary.
+
+Pure: no torch here, so that the simulator runs the scheduler without it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from pd_serve.ids import AttemptId
+from pd_serve.protocol.sampling import SamplingParams, TokenLogprobs
+
+
+class Phase(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(frozen=True, slots=True)
+class SampleSpec:
+    """How to sample the token after an entry's last position."""
+
+    params: SamplingParams
+    position: int
+    """Absolute index of the token to sample (= tokens before it): the counter of the random generator."""
+    num_output_tokens: int
+    """Tokens generated before it, over all attempts."""
+    prompt_ids: tuple[int, ...] = ()
+    """Only where a penalty needs them, else empty."""
+    output_ids: tuple[int, ...] = ()
+    eos_masked: bool = False
+    """min_tokens not reached: end-of-sequence and stop tokens may not be sampled."""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchEntry:
+    """One sequence's share of a step."""
+
+    attempt_id: AttemptId
+    phase: Phase
+    token_ids: tuple[int, ...]
+    """The tokens to compute in this step."""
+    start: int
+    """Absolute position of the first of them: their KV goes to positions start .. start + len(token_ids) - 1."""
+    block_table: tuple[int, ...]
+    """Physical block of each logical block, long enough for the last position."""
+    sample: SampleSpec | None
+    """None for a prefill chunk that is not the prompt's last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    step_id: int
+    entries: tuple[BatchEntry, ...]
+    """Decode entries first, then prefill chunks."""
+    has_push: bool = False
+    """Some entry is pushed layer by layer: the runner must call on_layer."""
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(entry.token_ids) for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    attempt_id: AttemptId
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step_id: int
+    sampled: tuple[SampledToken, ...]
+    """One for each entry with a SampleSpec, in entry order."""
+    started_at: float
+    """Monotonic seconds, this process."""
+    ended_at: float

@@ -1,0 +1,42 @@
+"""How the next token is chosen: resolved by the router, obeyed by whichever worker samples. Floor 2, crosses every process."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Every field is concrete when it leaves the router (the seed is drawn there), so that a moved attempt samples the same tokens.
+
+    Randomness is counter-based, keyed by (seed, absolute position of the sampled token), never by batch or step.
+    """
+
+    max_tokens: int
+    """Tokens still to generate in this attempt, the first one included."""
+    temperature: float = 1.0
+    """0 is greedy."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    min_p: float = 0.0
+    seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end the sequence besides the model's end-of-sequence ids; the stop token itself is reported, finish reason stop."""
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    """Generated tokens (over all attempts) before which end-of-sequence and stop tokens are masked out."""
+    num_logprobs: int = -1
+    """-1: none. 0: of the chosen token only. n: of the n likeliest as well."""
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Natural-log probabilities of one sampled position, of the raw model distribution (before temperature, penalties and filters)."""
+
+    chosen: float
+    top_ids: tuple[int, ...] = ()
+    top: tuple[float, ...] = ()
+    """Descending; top_ids beside it."""
