@@ -1,0 +1,46 @@
+"""The same tokens and the same log probabilities, bit for bit on one host, colocated and disaggregated, for every awkward prompt length."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.cluster import Cluster, running
+
+BLOCK = 16
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 1000]
+MIXED = [[3 * index + 600 + offset for offset in range(9 + 13 * index)] for index in range(10)]
+
+
+def _prompt(length: int) -> list[int]:
+    return [(37 * offset + 11) % 40000 + 100 for offset in range(length)]
+
+
+async def _answers(cluster: Cluster) -> list[Any]:
+    async with httpx.AsyncClient(timeout=240) as client:
+
+        async def ask(prompt: list[int]) -> Any:
+            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+            reply = await client.post(f"{cluster.url}/v1/completions", json=body)
+            assert reply.status_code == 200, reply.text
+            choice = reply.json()["choices"][0]
+            return choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+
+        alone = [await ask(_prompt(length)) for length in LENGTHS]
+        return [*alone, *await asyncio.gather(*(ask(prompt) for prompt in MIXED))]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_disaggregated_equals_colocated(dtype: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"dtype": dtype}
+    pool = {"kv.memory_bytes": str(256 * 1024 * 1024)}
+    with running(tmp_path / "colocated", prefill=0, decode=0, colocated=1, settings=pool, **options) as colocated:
+        expected = await _answers(colocated)
+    for chunk in (7, 64):
+        settings = {**pool, "prefill.engine.prefill_chunk": str(chunk)}
+        with running(tmp_path / f"chunk{chunk}", settings=settings, **options) as cluster:
+            assert await _answers(cluster) == expected

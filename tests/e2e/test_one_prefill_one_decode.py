@@ -1,0 +1,107 @@
+"""1P1D with real processes and the real model: answers, the way their KV went, and cleanliness."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.cluster import Cluster, running
+
+KV_NBYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4
+"""SmolLM2-135M in float32: keys and values, 30 layers, 3 KV heads of 64."""
+
+CAPITAL = [{"role": "user", "content": "What is the capital of France? Answer with one word."}]
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with running(tmp_path_factory.mktemp("one_one"), settings={"kv.memory_bytes": str(768 * 1024 * 1024)}) as cluster:
+        yield cluster
+
+
+def test_chat_streams_a_sensible_answer(cluster: Cluster) -> None:
+    body = {"model": "demo", "messages": CAPITAL, "max_tokens": 16, "temperature": 0, "stream": True}
+    body["model"] = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
+    text, finish = "", None
+    with httpx.stream("POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60) as reply:
+        assert reply.status_code == 200
+        lines = [line.removeprefix("data: ") for line in reply.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    for line in lines[:-1]:
+        choice = json.loads(line)["choices"][0]
+        text += choice["delta"].get("content") or ""
+        finish = choice["finish_reason"] or finish
+    assert "Paris" in text
+    assert finish == "stop"
+    whole = httpx.post(f"{cluster.url}/v1/chat/completions", json={**body, "stream": False}, timeout=60).json()
+    assert whole["choices"][0]["message"]["content"] == text
+
+
+def test_every_kv_byte_is_pushed_one_sided_into_reserved_blocks(cluster: Cluster) -> None:
+    prefill, decode = cluster.worker("prefill"), cluster.worker("decode")
+    lane = next(peer for peer in prefill["peers"] if peer["peer"].startswith(decode["id"]))
+    assert lane["one_sided"], lane
+    before = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
+    prompt = list(range(1000, 1123))
+    reply = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0}, timeout=60)
+    assert reply.status_code == 200, reply.text
+    cluster.assert_clean()
+    pushed = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total") - before
+    assert pushed == len(prompt) * KV_NBYTES_PER_TOKEN
+    assert cluster.metric(decode["address"], "pd_serve_stale_records_total") == 0
+
+
+def test_a_second_request_pushes_only_the_missing_suffix(cluster: Cluster) -> None:
+    prefill = cluster.worker("prefill")
+    prompt = list(range(3000, 3100))
+    first = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60).json()
+    cluster.assert_clean()
+    before = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
+    second = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60).json()
+    cluster.assert_clean()
+    pushed = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total") - before
+    assert pushed == (100 - 96) * KV_NBYTES_PER_TOKEN
+    assert second["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2])
+def test_the_first_token_can_be_the_last(cluster: Cluster, max_tokens: int) -> None:
+    reply = httpx.post(
+        f"{cluster.url}/v1/completions", json={"prompt": "One two three", "max_tokens": max_tokens, "temperature": 0}, timeout=60
+    )
+    assert reply.json()["usage"]["completion_tokens"] == max_tokens
+    assert reply.json()["choices"][0]["finish_reason"] == "length"
+
+
+async def test_sixty_four_concurrent_streams_finish_with_their_own_answers(cluster: Cluster) -> None:
+    async with httpx.AsyncClient(timeout=180, limits=httpx.Limits(max_connections=80)) as client:
+
+        async def ask(prompt: list[int]) -> str:
+            body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "stream": True}
+            text = ""
+            async with client.stream("POST", f"{cluster.url}/v1/completions", json=body) as reply:
+                assert reply.status_code == 200, await reply.aread()
+                async for line in reply.aiter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line[6:])["choices"][0]["text"]
+            return text
+
+        prompts = [[500 + index * 7 + offset for offset in range(5 + index)] for index in range(64)]
+        together = await asyncio.gather(*(ask(prompt) for prompt in prompts))
+        alone = [await ask(prompt) for prompt in prompts[::8]]
+    assert together[::8] == alone
+
+
+async def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
+    async with httpx.AsyncClient(timeout=60) as client:
+        body = {"prompt": list(range(2000, 2600)), "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
+        for delay_s in (0.05, 0.3, 1.5):
+            task = asyncio.create_task(client.post(f"{cluster.url}/v1/completions", json=body))
+            await asyncio.sleep(delay_s)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    cluster.assert_clean()
