@@ -97,6 +97,15 @@ class ObserveConfig(Section):
     trace_requests: int = Field(16, ge=0, description="Layer-by-layer transfer traces each worker keeps")
 
 
+class LaunchConfig(Section):
+    prefill: int = Field(1, ge=0, description="Prefill workers that `pd-serve up` starts")
+    decode: int = Field(1, ge=0, description="Decode workers that `pd-serve up` starts")
+    colocated: int = Field(0, ge=0, description="Workers for both phases that `pd-serve up` starts")
+    restart: bool = Field(False, description="Start a process that died again, with back-off")
+    ready_timeout_s: float = Field(300.0, gt=0, description="Seconds in which everything must be ready after the start")
+    run_dir: str = Field("", description="Folder for logs and resolved settings of the processes; empty: a new one under the temporary folder")
+
+
 class Config(Section):
     """The whole; each process reads the sections it needs. `prefill`, `decode` and `colocated` tables in a file override per role."""
 
@@ -108,3 +117,4 @@ class Config(Section):
     router: RouterConfig = RouterConfig()
     security: SecurityConfig = SecurityConfig()
     observe: ObserveConfig = ObserveConfig()
+    launch: LaunchConfig = LaunchConfig()
