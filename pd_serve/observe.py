@@ -1,0 +1,222 @@
+"""Logging and metrics: every metric's name, type, labels, buckets and meaning in one table, and how log lines look.
+
+Each process makes one `Metrics` over its own registry and passes it down. The router observes directly; a rank sends `Sample`s and its
+front records them here by name. docs/metrics.md is checked against `METRICS`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from pd_serve.errors import PdServeError
+
+
+class MetricKind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+class Side(Enum):
+    """Which processes export a metric."""
+
+    ROUTER = "router"
+    WORKER = "worker"
+
+
+@dataclass(frozen=True, slots=True)
+class MetricSpec:
+    name: str
+    kind: MetricKind
+    sides: tuple[Side, ...]
+    doc: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+"""Seconds, from one decode step to a long prompt in a queue."""
+TRANSFER_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+RATIO_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
+
+_R = (Side.ROUTER,)
+_W = (Side.WORKER,)
+_C, _G, _H = MetricKind.COUNTER, MetricKind.GAUGE, MetricKind.HISTOGRAM
+
+METRICS: tuple[MetricSpec, ...] = (
+    # router
+    MetricSpec("pd_serve_requests_total", _C, _R, "Client requests ended, by HTTP status (499: the client went away)", ("code",)),
+    MetricSpec("pd_serve_time_to_first_token_seconds", _H, _R, "From a parsed request to its first token", buckets=LATENCY_BUCKETS),
+    MetricSpec("pd_serve_inter_token_latency_seconds", _H, _R, "Between two tokens of one choice", buckets=LATENCY_BUCKETS),
+    MetricSpec("pd_serve_request_seconds", _H, _R, "From a parsed request to its last token", buckets=LATENCY_BUCKETS),
+    MetricSpec("pd_serve_prompt_tokens_total", _C, _R, "Prompt tokens of accepted requests"),
+    MetricSpec("pd_serve_generated_tokens_total", _C, _R, "Tokens generated for clients"),
+    MetricSpec("pd_serve_moves_total", _C, _R, "Requests opened again on other workers", ("reason",)),
+    MetricSpec("pd_serve_routing_decisions_total", _C, _R, "Workers chosen: kind disaggregated or local, and why", ("kind", "reason")),
+    MetricSpec("pd_serve_rejections_total", _C, _R, "Requests turned away before any worker heard of them", ("reason",)),
+    MetricSpec("pd_serve_open_requests", _G, _R, "Client requests in progress"),
+    MetricSpec("pd_serve_queued_requests", _G, _R, "Choices waiting in the router for workers"),
+    MetricSpec("pd_serve_linked_workers", _G, _R, "Workers with a live link", ("role",)),
+    MetricSpec("pd_serve_refused_workers_total", _C, _R, "Workers refused at join as incompatible"),
+    MetricSpec("pd_serve_lost_links_total", _C, _R, "Links that ended without the router closing them, or fell silent"),
+    # workers
+    MetricSpec("pd_serve_kv_transfer_bytes_total", _C, _W, "KV bytes written to peers and flushed", ("lane",)),
+    MetricSpec("pd_serve_kv_transfer_seconds", _H, _W, "From a transfer's first write to its flush", buckets=TRANSFER_BUCKETS),
+    MetricSpec(
+        "pd_serve_kv_overlap_ratio",
+        _H,
+        _W,
+        "Share of a transfer's bytes whose write had returned before the last layer's compute ended",
+        buckets=RATIO_BUCKETS,
+    ),
+    MetricSpec("pd_serve_handover_seconds", _H, _W, "From the end of prefill compute to the completion record", buckets=TRANSFER_BUCKETS),
+    MetricSpec("pd_serve_leases", _G, _W, "Leases by state", ("state",)),
+    MetricSpec("pd_serve_blocks", _G, _W, "KV blocks by state", ("state",)),
+    MetricSpec("pd_serve_stale_records_total", _C, _W, "Records and writes of dead leases, refused"),
+    MetricSpec("pd_serve_prefix_cache_hit_tokens_total", _C, _W, "Prompt tokens found in the prefix cache"),
+    MetricSpec("pd_serve_computed_tokens_total", _C, _W, "Tokens computed by the engine", ("phase",)),
+    MetricSpec("pd_serve_preemptions_total", _C, _W, "Sequences given back to their router under memory pressure"),
+    MetricSpec("pd_serve_hard_fences_total", _C, _W, "Silent local peers ended to free quarantined blocks"),
+    MetricSpec("pd_serve_step_seconds", _H, _W, "Engine steps", buckets=LATENCY_BUCKETS),
+    MetricSpec("pd_serve_running_sequences", _G, _W, "Sequences in the batch"),
+    MetricSpec("pd_serve_waiting_sequences", _G, _W, "Sequences waiting inside the worker"),
+    MetricSpec("pd_serve_prefill_queue_tokens", _G, _W, "Prompt tokens accepted and not yet computed"),
+    MetricSpec("pd_serve_joined_peers", _G, _W, "Workers this one can exchange KV with", ("lane",)),
+    MetricSpec("pd_serve_peer_bandwidth_bytes_per_second", _G, _W, "Bandwidth of the probe at join", ("peer", "lane")),
+    MetricSpec("pd_serve_links", _G, _W, "Routers linked to this worker"),
+    MetricSpec("pd_serve_rank_restarts_total", _C, _W, "Rank processes started again after a crash or a freeze"),
+)
+
+
+class UnknownMetricError(PdServeError):
+    code = "unknown_metric"
+
+
+class Metrics:
+    """Every metric of one process. Thread-safe as prometheus_client is; owned by the process's main thread.
+
+    side None creates all of `METRICS`. Recording one that is not in the table raises UnknownMetricError.
+    """
+
+    def __init__(self, registry: CollectorRegistry, side: Side | None = None) -> None:
+        self.registry = registry
+        self._metrics: dict[str, Counter | Gauge | Histogram] = {}
+        self._children: dict[tuple[str, ...], Counter | Gauge | Histogram] = {}
+        for spec in METRICS:
+            if side is not None and side not in spec.sides:
+                continue
+            metric = _create(spec, registry)
+            self._metrics[spec.name] = metric
+            if not spec.labels:
+                self._children[(spec.name,)] = metric
+
+    def record(self, name: str, value: float, *labels: str) -> None:
+        """Increment a counter by value, set a gauge to it, or observe it in a histogram. An empty label counts as absent."""
+        child = self._child(name, labels)
+        if isinstance(child, Histogram):
+            child.observe(value)
+        elif isinstance(child, Gauge):
+            child.set(value)
+        else:
+            child.inc(value)
+
+    def count(self, name: str, *labels: str) -> None:
+        self.record(name, 1.0, *labels)
+
+    def histogram(self, name: str) -> Histogram:
+        """An unlabelled histogram itself, for hot paths."""
+        child = self._child(name, ())
+        if not isinstance(child, Histogram):
+            raise UnknownMetricError(f"{name} is not a histogram")
+        return child
+
+    def clear(self, name: str) -> None:
+        """Forget every labelled child of a gauge, before it is set anew."""
+        metric = self._metrics.get(name)
+        if metric is None:
+            raise UnknownMetricError(f"unknown metric {name!r}")
+        metric.clear()
+        self._children = {key: child for key, child in self._children.items() if key[0] != name or len(key) == 1}
+
+    def _child(self, name: str, labels: tuple[str, ...]) -> Counter | Gauge | Histogram:
+        if labels == ("",):
+            labels = ()
+        key = (name, *labels)
+        child = self._children.get(key)
+        if child is None:
+            metric = self._metrics.get(name)
+            if metric is None:
+                raise UnknownMetricError(f"unknown metric {name!r}")
+            try:
+                child = metric.labels(*labels)
+            except ValueError as error:
+                raise UnknownMetricError(f"{name}: {error}") from error
+            self._children[key] = child
+        return child
+
+
+def _create(spec: MetricSpec, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
+    if spec.kind is MetricKind.HISTOGRAM:
+        return Histogram(spec.name, spec.doc, spec.labels, registry=registry, buckets=spec.buckets)
+    if spec.kind is MetricKind.GAUGE:
+        return Gauge(spec.name, spec.doc, spec.labels, registry=registry)
+    return Counter(spec.name, spec.doc, spec.labels, registry=registry)
+
+
+def setup_logging(level: str, log_format: str, process: str, secrets: Iterable[str] = ()) -> None:
+    """Send all log lines to stderr, in `text` or `json`, with the given secrets blotted out. Call once, at process start."""
+    handler = logging.StreamHandler(sys.stderr)
+    formatter: logging.Formatter = _JsonFormatter(process) if log_format == "json" else _TextFormatter(process)
+    handler.setFormatter(_Redacting(formatter, tuple(secret for secret in secrets if secret)))
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "websockets"):
+        logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class _TextFormatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {process.replace('%', '%%')} %(name)s: %(message)s", "%H:%M:%S")
+
+
+class _JsonFormatter(logging.Formatter):
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        line = {
+            "time": f"{stamp}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, ensure_ascii=False)
+
+
+class _Redacting(logging.Formatter):
+    """Wraps a formatter; a secret never leaves the process in a log line, whoever logged it."""
+
+    def __init__(self, inner: logging.Formatter, secrets: tuple[str, ...]) -> None:
+        super().__init__()
+        self._inner = inner
+        self._secrets = secrets
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = self._inner.format(record)
+        for secret in self._secrets:
+            line = line.replace(secret, "[secret]")
+        return line
