@@ -1,0 +1,275 @@
+"""The two ways of speaking to another process: the router's end of a link (hot), and control calls over HTTP (rare).
+
+A `Link` is websockets' sans-I/O protocol on an asyncio transport: a received frame costs one decode and one call, a sent frame one write,
+with no task and no queue between. Frames sent within one turn of the event loop leave together. Owned by the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import TypeVar
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+from pydantic import BaseModel, ValidationError
+from websockets.client import ClientProtocol
+from websockets.exceptions import InvalidHandshake, InvalidURI
+from websockets.frames import Frame as WebSocketFrame
+from websockets.frames import Opcode
+from websockets.http11 import Response
+from websockets.protocol import State
+from websockets.uri import parse_uri
+
+from pd_serve.errors import AuthenticationError, NotFoundError, PeerLostError, ProtocolError
+from pd_serve.ids import RouterId
+from pd_serve.protocol.control import (
+    LINK_PATH,
+    REGISTER_PATH,
+    STATUS_PATH,
+    WORKER_DRAIN_PATH,
+    WORKER_ROLE_PATH,
+    WORKER_STATUS_PATH,
+    DrainRequest,
+    Registered,
+    RegisterWorker,
+    RoleRequest,
+    RouterStatus,
+    WorkerStatus,
+)
+from pd_serve.protocol.link import Role, RouterFrame, WorkerFrame, router_codec, worker_codec
+from pd_serve.wire import MAX_FRAME_NBYTES, PROTOCOL_VERSION
+
+M = TypeVar("M", bound=BaseModel)
+
+MAX_UNSENT_NBYTES = 256 * 1024 * 1024
+"""A link whose other end has left this much unread is closed: it would only grow."""
+
+
+class LinkSettings(msgspec.Struct, frozen=True):
+    """How a router introduces itself."""
+
+    router_id: RouterId
+    cluster_secret: str
+    connect_timeout_s: float = 5.0
+
+
+class Link(asyncio.Protocol):
+    """A live link to one worker front. `open_link` makes it.
+
+    on_frame is called for each frame, in order, from the event loop. on_closed is called exactly once for a link that was opened, after the
+    last frame, with the reason; afterwards send() returns False.
+    """
+
+    def __init__(self, url: str, settings: LinkSettings, on_frame: Callable[[WorkerFrame], None], on_closed: Callable[[str], None]) -> None:
+        self._codec_in = worker_codec()
+        self._codec_out = router_codec()
+        self._websocket = ClientProtocol(parse_uri(url), max_size=MAX_FRAME_NBYTES)
+        self._settings = settings
+        self._transport: asyncio.Transport | None = None
+        self._unsent: list[bytes] = []
+        self._loop = asyncio.get_running_loop()
+        self._is_closed = False
+        self._reason = ""
+        self.opened: asyncio.Future[None] = self._loop.create_future()
+        self.last_heard_at = self._loop.time()
+        """Event loop time of the last frame."""
+        self._on_frame: Callable[[WorkerFrame], None] | None = on_frame
+        self._on_closed: Callable[[str], None] | None = on_closed
+
+    def send(self, frame: RouterFrame) -> bool:
+        """Queue one frame; everything queued in this turn of the loop is written together. False: the link is closed."""
+        if self._is_closed or self._websocket.state is not State.OPEN:
+            return False
+        self._websocket.send_binary(self._codec_out.encode(frame))
+        if not self._unsent:
+            self._loop.call_soon(self._write)
+        self._unsent += self._websocket.data_to_send()
+        return True
+
+    def close(self, reason: str) -> None:
+        """Idempotent; on_closed follows."""
+        if self._is_closed or self._transport is None:
+            return
+        self._reason = self._reason or reason
+        if self._websocket.state is State.OPEN:
+            self._websocket.send_close(1000, "")
+            self._unsent += self._websocket.data_to_send()
+        self._write()
+        self._transport.close()
+
+    # ---- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        raw = transport.get_extra_info("socket")
+        if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        request = self._websocket.connect()
+        request.headers["X-PD-Router"] = self._settings.router_id
+        request.headers["X-PD-Protocol"] = str(PROTOCOL_VERSION)
+        if self._settings.cluster_secret:
+            request.headers["Authorization"] = f"Bearer {self._settings.cluster_secret}"
+        self._websocket.send_request(request)
+        self._unsent += self._websocket.data_to_send()
+        self._write()
+
+    def data_received(self, data: bytes) -> None:
+        self._websocket.receive_data(data)
+        self._after_receive()
+
+    def eof_received(self) -> None:
+        self._websocket.receive_eof()
+        self._after_receive()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_closed = True
+        reason = self._reason or (str(exc) if exc else "closed by the worker")
+        if not self.opened.done():
+            self.opened.set_exception(self._handshake_error(reason))
+        elif self._on_closed is not None:
+            self._on_closed(reason)
+        self._on_frame = self._on_closed = None
+
+    def _after_receive(self) -> None:
+        for event in self._websocket.events_received():
+            if isinstance(event, Response):
+                if self._websocket.handshake_exc is None and not self.opened.done():
+                    self.opened.set_result(None)
+            elif isinstance(event, WebSocketFrame):
+                self._handle(event)
+        pending = self._websocket.data_to_send()
+        if pending:
+            self._unsent += pending
+            self._write()
+        if self._websocket.handshake_exc is not None or self._websocket.close_expected():
+            self._close_transport()
+
+    def _handle(self, event: WebSocketFrame) -> None:
+        if event.opcode is not Opcode.BINARY or not event.fin:
+            if event.opcode in (Opcode.TEXT, Opcode.CONT) or (event.opcode is Opcode.BINARY and not event.fin):
+                self.close("the worker sent a frame that is not one binary message")
+            return
+        if self._is_closed or self._on_frame is None:
+            return
+        self.last_heard_at = self._loop.time()
+        try:
+            frame = self._codec_in.decode(event.data)
+        except ProtocolError as error:
+            self.close(f"protocol error: {error}")
+            self._on_frame = None
+            return
+        self._on_frame(frame)
+
+    def _write(self) -> None:
+        unsent, self._unsent = self._unsent, []
+        transport = self._transport
+        if transport is None or transport.is_closing():
+            return
+        data = b"".join(unsent)
+        if data:
+            transport.write(data)
+            if transport.get_write_buffer_size() > MAX_UNSENT_NBYTES:
+                self._reason = self._reason or "the worker does not read its link"
+                transport.abort()
+
+    def _close_transport(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _handshake_error(self, reason: str) -> Exception:
+        cause = self._websocket.handshake_exc
+        if cause is not None:
+            response = getattr(cause, "response", None)
+            if response is not None and response.status_code in (401, 403):
+                return AuthenticationError("the worker refused the cluster secret")
+            return ProtocolError(f"link handshake failed: {cause}")
+        return PeerLostError(f"link closed during the handshake: {reason}")
+
+
+async def open_link(
+    address: str, settings: LinkSettings, on_frame: Callable[[WorkerFrame], None], on_closed: Callable[[str], None]
+) -> Link:
+    """Connect to `http://host:port`. Frames may be delivered before this returns.
+
+    Raises PeerLostError (unreachable, no answer in time), AuthenticationError (wrong secret), ProtocolError (not a link).
+    """
+    parts = urlsplit(address)
+    if parts.scheme != "http" or not parts.hostname:
+        raise ProtocolError(f"worker address {address!r} is not http://host:port")
+    loop = asyncio.get_running_loop()
+    host, port = parts.hostname, parts.port or 80
+    url = f"ws://[{host}]:{port}{LINK_PATH}" if ":" in host else f"ws://{host}:{port}{LINK_PATH}"
+    link: Link | None = None
+    try:
+        async with asyncio.timeout(settings.connect_timeout_s):
+            _, link = await loop.create_connection(lambda: Link(url, settings, on_frame, on_closed), host, port)
+            await link.opened
+    except TimeoutError as error:
+        raise PeerLostError(f"no answer from {address} in {settings.connect_timeout_s:g} s") from error
+    except (OSError, InvalidHandshake, InvalidURI) as error:
+        raise PeerLostError(f"cannot connect to {address}: {error}") from error
+    finally:
+        if link is not None and (not link.opened.done() or link.opened.cancelled() or link.opened.exception() is not None):
+            link.close("handshake failed")
+    return link
+
+
+class ControlClient:
+    """Control calls to one router or worker. Close it, or use it as an async context manager.
+
+    Every call raises PeerLostError when there is no answer, AuthenticationError on 401/403, NotFoundError on 404, ProtocolError otherwise.
+    """
+
+    def __init__(self, base_url: str, cluster_secret: str = "", timeout_s: float = 5.0) -> None:
+        headers = {"Authorization": f"Bearer {cluster_secret}"} if cluster_secret else {}
+        self._base_url = base_url.rstrip("/")
+        self._http = httpx.AsyncClient(base_url=self._base_url, headers=headers, timeout=timeout_s, trust_env=False)
+
+    async def __aenter__(self) -> ControlClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._http.aclose()
+
+    async def register(self, worker: RegisterWorker) -> Registered:
+        return _parsed(Registered, await self._call("POST", REGISTER_PATH, worker))
+
+    async def router_status(self) -> RouterStatus:
+        return _parsed(RouterStatus, await self._call("GET", STATUS_PATH))
+
+    async def worker_status(self) -> WorkerStatus:
+        return _parsed(WorkerStatus, await self._call("GET", WORKER_STATUS_PATH))
+
+    async def drain(self, deadline_s: float) -> None:
+        await self._call("POST", WORKER_DRAIN_PATH, DrainRequest(deadline_s=deadline_s))
+
+    async def set_role(self, role: Role) -> None:
+        await self._call("POST", WORKER_ROLE_PATH, RoleRequest(role=role))
+
+    async def _call(self, method: str, path: str, body: BaseModel | None = None) -> bytes:
+        content = None if body is None else body.model_dump_json().encode()
+        try:
+            response = await self._http.request(method, path, content=content, headers={"Content-Type": "application/json"})
+        except httpx.HTTPError as error:
+            raise PeerLostError(f"{self._base_url}{path}: {error or type(error).__name__}") from error
+        if response.status_code in (401, 403):
+            raise AuthenticationError(f"{self._base_url} refused the cluster secret")
+        if response.status_code == 404:
+            raise NotFoundError(f"{self._base_url} has no {path}")
+        if response.status_code >= 400:
+            raise ProtocolError(f"{self._base_url}{path} answered {response.status_code}: {response.text[:200]}")
+        return response.content
+
+
+def _parsed(model: type[M], data: bytes) -> M:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise ProtocolError(f"unexpected answer: {error}") from error

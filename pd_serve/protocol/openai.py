@@ -1,0 +1,270 @@
+"""What clients say: the request side of the OpenAI API, as far as it is served, and the shape of errors. Answers: openai_responses.py.
+
+Unknown fields are refused with the field named; fields that OpenAI knows and this server does not serve are refused unless they hold the
+value that means "off". Extensions common among open servers: top_k, min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids,
+chat_template_kwargs, and max_tokens on chat.
+Source: https://platform.openai.com/docs/api-reference (chat, completions, models).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_core import PydanticCustomError
+
+from pd_serve.errors import InvalidRequestError, PdServeError, RequestError
+
+MAX_STOP_STRINGS = 4
+MAX_STOP_STRING_LENGTH = 1024
+"""Characters; bounds the text that is held back."""
+MAX_LOGPROBS_CHAT = 20
+MAX_LOGPROBS_COMPLETION = 5
+MAX_STOP_TOKEN_IDS = 64
+MAX_LOGIT_BIAS = 1024
+MAX_PROMPTS = 256
+
+_OFF: Mapping[str, tuple[object, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+    "store": (False,),
+    "service_tier": ("auto", "default"),
+    "suffix": ("",),
+}
+"""Fields that OpenAI knows and this server does not, with the values that ask for nothing; null always does."""
+
+_IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
+"""Hints that change no answer."""
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+class RequestModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StreamOptions(RequestModel):
+    include_usage: bool = False
+    include_obfuscation: bool = False
+
+
+class GenerationRequest(RequestModel):
+    """What chat and completions share."""
+
+    model: str = Field(max_length=512)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    n: int = Field(1, ge=1, le=1024)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    temperature: float = Field(1.0, ge=0.0, le=2.0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0.0, le=1.0, allow_inf_nan=False)
+    top_k: int = Field(0, ge=-1, lt=2**31, description="0 or -1: the whole vocabulary")
+    min_p: float = Field(0.0, ge=0.0, le=1.0, allow_inf_nan=False)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    presence_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
+    repetition_penalty: float = Field(1.0, gt=0.0, le=100.0, allow_inf_nan=False)
+    logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]] = Field({}, max_length=MAX_LOGIT_BIAS)
+    stop: tuple[Annotated[str, Field(max_length=MAX_STOP_STRING_LENGTH)], ...] = Field((), max_length=MAX_STOP_STRINGS)
+    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=MAX_STOP_TOKEN_IDS)
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, lt=2**31)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _screen(cls, data: object) -> object:
+        """Drops nulls and hints; refuses what OpenAI serves and this server does not."""
+        if not isinstance(data, dict):
+            return data
+        kept: dict[object, object] = {}
+        for name, value in data.items():
+            if value is None or name in _IGNORED:
+                continue
+            if name in _OFF and name not in cls.model_fields:
+                if not any(value == off and type(value) is type(off) for off in _OFF[name]):
+                    raise PydanticCustomError("unsupported", "'{param}' is not supported by this server", {"param": name})
+                continue
+            kept[name] = value
+        return kept
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_as_tuple(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop", mode="after")
+    @classmethod
+    def _drop_empty_stops(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(stop for stop in value if stop)
+
+    @model_validator(mode="after")
+    def _check_together(self) -> GenerationRequest:
+        if self.stream_options is not None and not self.stream:
+            raise _refused("stream_options", "'stream_options' is only allowed when 'stream' is true")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class TextPart(RequestModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(RequestModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | tuple[TextPart, ...]
+    name: str | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+
+class ChatCompletionRequest(GenerationRequest):
+    messages: tuple[Message, ...] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS_CHAT)
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field({}, max_length=32)
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> ChatCompletionRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _refused("top_logprobs", "'top_logprobs' is only allowed when 'logprobs' is true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
+            raise _refused("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; give one of them")
+        return self
+
+    @property
+    def output_limit(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        """As SamplingParams.num_logprobs."""
+        return (self.top_logprobs or 0) if self.logprobs else -1
+
+
+Prompt = str | tuple[TokenId, ...] | tuple[str, ...] | tuple[tuple[TokenId, ...], ...]
+
+
+class CompletionRequest(GenerationRequest):
+    prompt: Prompt
+    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS_COMPLETION)
+    echo: bool = False
+    best_of: int | None = Field(None, ge=1)
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> CompletionRequest:
+        if self.best_of is not None and self.best_of != self.n:
+            raise _refused("best_of", "'best_of' other than 'n' is not supported by this server")
+        if self.echo and self.logprobs is not None:
+            raise _refused("echo", "'echo' together with 'logprobs' is not supported by this server")
+        if not 1 <= len(self.prompts) <= MAX_PROMPTS:
+            raise _refused("prompt", f"'prompt' must hold 1 to {MAX_PROMPTS} prompts")
+        return self
+
+    @property
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        """The prompts, one by one: text, or token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return (prompt,)
+        if prompt and isinstance(prompt[0], int):
+            return (tuple(token for token in prompt if isinstance(token, int)),)
+        return tuple(part for part in prompt if not isinstance(part, int))
+
+    @property
+    def output_limit(self) -> int:
+        return 16 if self.max_tokens is None else self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int:
+        return -1 if self.logprobs is None else self.logprobs
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody
+
+
+def error_body(error: PdServeError) -> ErrorResponse:
+    """The OpenAI shape of any error of the tree."""
+    status = error.http_status
+    if status == 429:
+        kind = "rate_limit_error"
+    elif status >= 500:
+        kind = "server_error"
+    else:
+        kind = "invalid_request_error"
+    param = error.param if isinstance(error, RequestError) else None
+    return ErrorResponse(error=ErrorBody(message=error.message, type=kind, param=param, code=error.code))
+
+
+def parse_chat(body: bytes) -> ChatCompletionRequest:
+    """Raises InvalidRequestError naming the offending parameter."""
+    try:
+        return ChatCompletionRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise _translated(error) from None
+
+
+def parse_completion(body: bytes) -> CompletionRequest:
+    """Raises InvalidRequestError naming the offending parameter."""
+    try:
+        return CompletionRequest.model_validate_json(body)
+    except ValidationError as error:
+        raise _translated(error) from None
+
+
+def _refused(param: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
+
+
+def _translated(error: ValidationError) -> InvalidRequestError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    param = first.get("ctx", {}).get("param") or _path(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return InvalidRequestError(f"Unrecognized request argument supplied: {param}", param)
+    if first["type"] == "json_invalid":
+        return InvalidRequestError(f"The body is not valid JSON: {first['msg']}")
+    if first["type"] == "missing":
+        return InvalidRequestError(f"Missing required parameter: '{param}'", param)
+    if first["type"] in ("unsupported", "refused"):
+        return InvalidRequestError(first["msg"], param)
+    return InvalidRequestError(f"Invalid value for '{param or 'body'}': {first['msg']}", param)
+
+
+def _path(loc: tuple[int | str, ...]) -> str | None:
+    """`messages[0].content` from pydantic's location, without the names of union members."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier():
+            path += f".{part}" if path else part
+    for member in (".str", ".int", ".tuple", ".float"):
+        path = path.removesuffix(member)
+    return path or None

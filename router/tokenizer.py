@@ -1,0 +1,199 @@
+"""Text to tokens and back: the only place that knows the tokenizer and the chat template. Called by the API handlers and the text of choices.
+
+Reads `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` of a model folder with the `tokenizers` library, which (unlike
+transformers) does not import torch. The chat template is rendered as transformers does it, in jinja2's sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Protocol
+
+from jinja2 import TemplateError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer, decoders
+
+from pd_serve.errors import InvalidRequestError, ModelError
+from pd_serve.protocol.openai import Message
+
+
+class TextCodec(Protocol):
+    """What the router needs of a tokenizer. Safe to call `encode` from several threads."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Ids are below this."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]: ...
+
+    def decode(self, token_ids: tuple[int, ...]) -> str:
+        """Without special tokens."""
+        ...
+
+    def render_chat(self, messages: tuple[Message, ...], template_kwargs: dict[str, bool | int | float | str]) -> str:
+        """Raises InvalidRequestError when the template refuses the messages, ModelError when the model has no template."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Bytes a token stands for, special tokens included; what log-probabilities show."""
+        ...
+
+    def text_bytes(self, token_id: int) -> bytes | None:
+        """Bytes a token adds to the text (none for a special token), or None when that depends on its neighbours."""
+        ...
+
+
+class FolderTokenizer:
+    """The tokenizer of a model folder.
+
+    Raises ModelError from the constructor when `tokenizer.json` is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json; save it there with transformers' `AutoTokenizer.save_pretrained`")
+        try:
+            self._tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+            raise ModelError(f"cannot read {path}: {error}") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = _read_json(folder / "tokenizer_config.json")
+        self._special_tokens = _special_tokens(config)
+        self._chat_template = _chat_template(folder, config)
+        self._environment = _environment()
+        self._is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
+        self._pieces = _Pieces(self._tokenizer)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
+
+    def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, token_ids: tuple[int, ...]) -> str:
+        return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+    def render_chat(self, messages: tuple[Message, ...], template_kwargs: dict[str, bool | int | float | str]) -> str:
+        if self._chat_template is None:
+            raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
+        plain = [_plain(message) for message in messages]
+        variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True, **template_kwargs}
+        try:
+            return str(self._environment.from_string(self._chat_template).render(messages=plain, **variables))
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
+            raise InvalidRequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self._pieces.token_bytes(token_id, self._is_byte_level)
+
+    def text_bytes(self, token_id: int) -> bytes | None:
+        if not self._is_byte_level:
+            return None
+        return b"" if self._pieces.is_special(token_id) else self._pieces.token_bytes(token_id, True)
+
+
+class _Pieces:
+    """Bytes of single tokens, computed on first use."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._byte_of_char = _byte_of_char()
+        self._cache: dict[int, bytes] = {}
+
+    def is_special(self, token_id: int) -> bool:
+        token = self._added.get(token_id)
+        return token is not None and bool(token.special)
+
+    def token_bytes(self, token_id: int, is_byte_level: bool) -> bytes:
+        found = self._cache.get(token_id)
+        if found is None:
+            found = self._cache[token_id] = self._compute(token_id, is_byte_level)
+        return found
+
+    def _compute(self, token_id: int, is_byte_level: bool) -> bytes:
+        piece = self._tokenizer.id_to_token(token_id)
+        if piece is None:
+            return b""  # padding of the model's vocabulary
+        if token_id in self._added:
+            return str(piece).encode()
+        if is_byte_level:
+            values = [self._byte_of_char.get(char) for char in piece]
+            return str(piece).encode() if None in values else bytes(value for value in values if value is not None)
+        if len(piece) == 6 and piece.startswith("<0x") and piece.endswith(">"):
+            return bytes([int(piece[3:5], 16)])
+        return str(piece).replace("\u2581", " ").encode()
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte-level alphabet of GPT-2: printable bytes stand for themselves, the others for characters from U+0100 on."""
+    kept = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(value): value for value in kept}
+    others = (value for value in range(256) if value not in kept)
+    table.update({chr(0x100 + position): value for position, value in enumerate(others)})
+    return table
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+
+    def raise_exception(message: str) -> None:
+        raise TemplateError(message)
+
+    def tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+
+    environment.filters["tojson"] = tojson
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    return environment
+
+
+def _plain(message: Message) -> dict[str, str]:
+    plain = {"role": message.role, "content": message.text}
+    if message.name is not None:
+        plain["name"] = message.name
+    if message.tool_call_id is not None:
+        plain["tool_call_id"] = message.tool_call_id
+    return plain
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ModelError(f"cannot read {path}: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} does not hold an object")
+    return value
+
+
+def _special_tokens(config: dict[str, object]) -> dict[str, str]:
+    """bos_token, eos_token and so on, as templates name them."""
+    tokens: dict[str, str] = {}
+    for name, value in config.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _chat_template(folder: Path, config: dict[str, object]) -> str | None:
+    """From the file of its own, else from the configuration (a text, or a list of named ones)."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
+    return template if isinstance(template, str) else None
