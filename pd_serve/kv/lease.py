@@ -72,9 +72,7 @@ class LeaseTable:
     def get(self, lease_id: LeaseId) -> HeldLease | None:
         return self._leases.get(lease_id)
 
-    def grant(
-        self, attempt_id: AttemptId, writer: PeerId, blocks: tuple[int, ...], num_cached_blocks: int, deadline: float
-    ) -> HeldLease:
+    def grant(self, attempt_id: AttemptId, writer: PeerId, blocks: tuple[int, ...], num_cached_blocks: int, deadline: float) -> HeldLease:
         """Precondition: the caller holds one reference to each block, which is now the table's."""
         lease = HeldLease(LeaseId(self._next_id), self._new_epoch(), attempt_id, writer, blocks, num_cached_blocks, deadline)
         self._next_id += 1

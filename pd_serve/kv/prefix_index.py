@@ -44,6 +44,8 @@ class PrefixIndex:
         first = num_full
         while first > 0 and blocks[first - 1] not in self._digest_by_block:
             first -= 1
+        if first == num_full:
+            return
         parent = self._digest_by_block[blocks[first - 1]] if first > 0 else _ROOT
         for index, digest in enumerate(self._digests(token_ids, parent, first, num_full), start=first):
             self._digest_by_block[blocks[index]] = digest

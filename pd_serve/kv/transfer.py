@@ -1,4 +1,4 @@
-"""Which bytes a transfer moves: pure arithmetic over KVLayout, numpy only. Called by the prefill machine (plans) and the decode machine (windows).
+"""Which bytes a transfer moves: pure arithmetic over KVLayout. The prefill machine plans with it, the decode machine opens windows.
 
 All ranges are of layer 0. The same ranges of layer l lie `l * layer_nbytes` further on each side, with that side's own layer_nbytes: the
 pools may differ in num_blocks.
@@ -31,9 +31,7 @@ def plan_ranges(
     return np.stack((src[firsts, 0], dst[firsts, 0], np.add.reduceat(nbytes, firsts)), axis=1)
 
 
-def write_ranges(
-    layout: KVLayout, blocks: Sequence[int], start_token: int, end_token: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def write_ranges(layout: KVLayout, blocks: Sequence[int], start_token: int, end_token: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """(starts, ends) of the byte ranges of tokens [start_token, end_token) over all layers: sorted, disjoint, coalesced."""
     halves = _halves(layout, blocks, start_token, end_token)
     if not len(halves):
