@@ -2,9 +2,10 @@
 
     python -m tests.bench.speed [--quick] [--out FOLDER]
 
-Time to first token disaggregated against colocated (one thread each, pinned to different cores, fresh prompts), hand-over time, share of KV bytes
-pushed before the last layer finished, decode tokens/s at several batch sizes, and the layer-by-layer trace of one 2,048-token request as a picture.
-Prints a table; writes speed.json, overlap.png. Nothing here is asserted: a figure is compared with the other arm of the same minute.
+Time to first token disaggregated against colocated (one thread each, pinned to different cores, fresh prompts), hand-over
+time, share of KV bytes pushed before the last layer finished, decode tokens/s at several batch sizes, and the layer-by-layer
+trace of one 2,048-token request as a picture. Prints a table; writes speed.json and overlap.png.
+Nothing here is asserted: a figure is compared with the other arm of the same minute.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def draw_overlap(trace: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-async def measure(out: Path, quick: bool) -> dict[str, Any]:
+async def measure(quick: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The figures, and the trace of the longest request."""
     rounds = 3 if quick else 12
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
         logs = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -158,7 +160,8 @@ async def measure(out: Path, quick: bool) -> dict[str, Any]:
         figures["ttft"] = await time_to_first_token(cluster, colocated, rounds, progress)
         after = histogram(cluster, decode["address"], "pd_serve_handover_seconds")
         figures["handover_s"] = {f"p{share}": histogram_quantile(before, after, share / 100) for share in (50, 99)}
-        traces = httpx.get(f"{prefill['address']}/control/traces", timeout=5).json()["traces"]
+        async with httpx.AsyncClient(timeout=5) as client:
+            traces = (await client.get(f"{prefill['address']}/control/traces")).json()["traces"]
         longest = max(traces, key=lambda trace: (trace["num_tokens"], trace["overlap_ratio"]))
         figures["overlap"] = {str(trace["num_tokens"]): trace["overlap_ratio"] for trace in traces}
         figures["decode_tokens_per_s"] = await decode_speed(cluster, progress, 48 if quick else 128)
@@ -166,11 +169,7 @@ async def measure(out: Path, quick: bool) -> dict[str, Any]:
             "bytes": cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total"),
             "seconds": cluster.metric(prefill["address"], "pd_serve_kv_transfer_seconds_sum"),
         }
-    out.mkdir(parents=True, exist_ok=True)
-    draw_overlap(longest, out / "overlap.png")
-    (out / "overlap.json").write_text(json.dumps(longest, indent=1))
-    (out / "speed.json").write_text(json.dumps(figures, indent=1))
-    return figures
+    return figures, longest
 
 
 def main() -> None:
@@ -178,7 +177,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few rounds")
     parser.add_argument("--out", type=Path, default=Path("bench-results"), help="folder for the results")
     arguments = parser.parse_args()
-    figures = asyncio.run(measure(arguments.out, arguments.quick))
+    figures, longest = asyncio.run(measure(arguments.quick))
+    out: Path = arguments.out
+    out.mkdir(parents=True, exist_ok=True)
+    draw_overlap(longest, out / "overlap.png")
+    (out / "overlap.json").write_text(json.dumps(longest, indent=1))
+    (out / "speed.json").write_text(json.dumps(figures, indent=1))
     table = Table("figure", "value", title="pd-serve on this machine")
     for length, row in figures["ttft"].items():
         table.add_row(
