@@ -87,18 +87,21 @@ def env_name(key: str) -> str:
     return ENV_PREFIX + key.replace(".", "_").upper()
 
 
-def settings_text(config: Config, reveal_secrets: bool = False) -> str:
-    """The resolved settings as TOML, one key a line: what a process logs at its start and what the launcher hands on.
-
-    Secrets are masked unless revealed.
-    """
+def settings_toml(config: Config) -> str:
+    """The resolved settings as a file that gives them back, secrets included: what the launcher hands to its children."""
     lines: list[str] = []
     for section in _sections():
-        lines.append(f"[{section}]")
-        for key, value in getattr(config, section):
-            masked = bool(value) and not reveal_secrets and f"{section}.{key}" in SECRET_KEYS
-            lines.append(f"{key} = {_toml('***' if masked else value)}")
-    return "\n".join(lines) + "\n"
+        lines += [f"[{section}]", *(f"{key} = {_toml(value)}" for key, value in getattr(config, section)), ""]
+    return "\n".join(lines)
+
+
+def settings_lines(config: Config) -> tuple[str, ...]:
+    """The resolved settings for the log, one section a line, secrets masked."""
+    lines: list[str] = []
+    for section in _sections():
+        shown = ((key, "***" if value and f"{section}.{key}" in SECRET_KEYS else value) for key, value in getattr(config, section))
+        lines.append(f"[{section}] " + " ".join(f"{key}={_toml(value)}" for key, value in shown))
+    return tuple(lines)
 
 
 # ---- helpers

@@ -1,0 +1,78 @@
+"""Where a process listens and how others reach it. Used by router, workers and the launcher; pure but for asking the system for a route."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+from pd_serve.errors import ConfigError
+
+
+def is_loopback(host: str) -> bool:
+    """False for a name other than localhost: what it resolves to may change."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def is_wildcard(host: str) -> bool:
+    return host in ("0.0.0.0", "::", "")
+
+
+def require_secret_beyond_loopback(host: str, cluster_secret: str) -> None:
+    """Raises ConfigError when anyone on the network could command this process."""
+    if not cluster_secret and not is_loopback(host):
+        raise ConfigError(
+            f"security.cluster_secret is needed to listen on {host}: set the same secret on routers and workers, or use 127.0.0.1"
+        )
+
+
+def http_address(host: str, port: int) -> str:
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def advertised_host(listen_host: str, advertise: str, routers: Sequence[str]) -> str:
+    """What to register as: `advertise`, else the listening address, else (a wildcard) our address on the way to the first router."""
+    if advertise:
+        return advertise
+    if not is_wildcard(listen_host):
+        return listen_host
+    for router in routers:
+        parts = urlsplit(router)
+        if parts.hostname:
+            try:
+                return _local_address_towards(parts.hostname, parts.port or 80)
+            except OSError:
+                continue
+    return socket.gethostname()
+
+
+def listening_socket(host: str, port: int) -> socket.socket:
+    """Bound and listening, so that nobody else gets the port before the server starts. The caller closes it. Raises ConfigError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        bound = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}: {error.strerror}") from error
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+        bound.listen(2048)
+    except OSError as error:
+        bound.close()
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    bound.set_inheritable(False)
+    return bound
+
+
+def _local_address_towards(host: str, port: int) -> str:
+    """Connecting a datagram socket sends nothing: it only asks for the route."""
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])

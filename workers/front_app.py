@@ -1,0 +1,215 @@
+"""HTTP and WebSocket routes of a worker front: /link, /health, /ready, /metrics and /control. Translates; decides nothing.
+
+The link and the control routes ask for the cluster's secret (when there is one), compared in constant time. /health, /ready and
+/metrics are open, for orchestrators.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+from typing import Annotated, Protocol
+
+import msgspec
+from fastapi import Depends, FastAPI, Query, Request, Response, WebSocket, WebSocketDisconnect
+from fastapi.responses import JSONResponse
+
+from pd_serve.errors import AuthenticationError, IncompatibleError, PdServeError, ProtocolError, RequestError, UnavailableError
+from pd_serve.ids import LinkId, RouterId
+from pd_serve.protocol.control import (
+    LINK_PATH,
+    WORKER_DRAIN_PATH,
+    WORKER_ROLE_PATH,
+    WORKER_STATUS_PATH,
+    WORKER_TRACES_PATH,
+    DrainRequest,
+    RoleRequest,
+    WorkerStatus,
+)
+from pd_serve.protocol.link import Role, RouterFrame, Traces, router_codec
+from pd_serve.wire import PROTOCOL_VERSION
+from workers.front_links import Link
+from workers.front_view import FrontView
+
+_log = logging.getLogger(__name__)
+_POLICY_VIOLATION, _GOING_AWAY = 1008, 1001
+
+
+class FrontControl(Protocol):
+    """What the routes ask of the front (workers/front.py)."""
+
+    view: FrontView
+
+    async def open_link(self, router_id: RouterId) -> Link:
+        """Once the rank is ready; the Welcome is the link's first frame."""
+        ...
+
+    async def forward(self, link_id: LinkId, frame: RouterFrame) -> None:
+        """Returns when the rank keeps up."""
+        ...
+
+    def close_link(self, link: Link, reason: str) -> None: ...
+
+    def drain(self, deadline_s: float) -> None: ...
+
+    def set_role(self, role: Role) -> None: ...
+
+    async def traces(self, limit: int) -> Traces:
+        """Raises UnavailableError when the rank does not answer."""
+        ...
+
+    def render_metrics(self) -> bytes: ...
+
+
+def build_app(front: FrontControl, cluster_secret: str) -> FastAPI:
+    app = FastAPI(title="pd-serve worker", docs_url=None, redoc_url=None, openapi_url=None)
+    view = front.view
+
+    def authorized(request: Request) -> None:
+        _check_secret(request.headers.get("authorization"), cluster_secret)
+
+    control = [Depends(authorized)]
+
+    @app.exception_handler(PdServeError)
+    async def on_error(_: Request, error: PdServeError) -> JSONResponse:
+        return _error_response(error)
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        reason = view.unhealthy
+        return JSONResponse({"status": "unhealthy" if reason else "alive", "detail": reason}, 503 if reason else 200)
+
+    @app.get("/ready")
+    async def ready() -> JSONResponse:
+        reason = view.not_ready
+        return JSONResponse({"ready": not reason, "detail": reason}, 503 if reason else 200)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(front.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get(WORKER_STATUS_PATH, dependencies=control)
+    async def status() -> WorkerStatus:
+        return view.status()
+
+    @app.post(WORKER_DRAIN_PATH, dependencies=control, status_code=202)
+    async def drain(body: DrainRequest) -> WorkerStatus:
+        front.drain(body.deadline_s)
+        return view.status()
+
+    @app.post(WORKER_ROLE_PATH, dependencies=control, status_code=202)
+    async def role(body: RoleRequest) -> WorkerStatus:
+        if view.welcome is None:
+            raise UnavailableError("the model is loading")
+        front.set_role(body.role)
+        return view.status()
+
+    @app.get(WORKER_TRACES_PATH, dependencies=control)
+    async def traces(limit: Annotated[int, Query(ge=1, le=1024)] = 16) -> Response:
+        return Response(msgspec.json.encode(await front.traces(limit)), media_type="application/json")
+
+    @app.websocket(LINK_PATH)
+    async def link(websocket: WebSocket) -> None:
+        try:
+            router_id = _check_router(websocket, cluster_secret)
+        except PdServeError as error:
+            _log.warning("refused a link from %s: %s", websocket.client.host if websocket.client else "?", error)
+            await websocket.send_denial_response(_error_response(error))
+            return
+        await websocket.accept()
+        await _serve_link(front, websocket, router_id)
+
+    return app
+
+
+async def _serve_link(front: FrontControl, websocket: WebSocket, router_id: RouterId) -> None:
+    """Two tasks, one per direction; the first to end ends the link."""
+    opening = asyncio.create_task(front.open_link(router_id))
+    receiving: asyncio.Task[str] | None = None
+    sending: asyncio.Task[str] | None = None
+    link: Link | None = None
+    reason = "the front is stopping"
+    try:
+        first = asyncio.create_task(websocket.receive())
+        await asyncio.wait((opening, first), return_when=asyncio.FIRST_COMPLETED)
+        if not opening.done():
+            reason = "the router left, or spoke before the Welcome"
+            first.cancel()
+            return
+        link = opening.result()
+        sending = asyncio.create_task(_send_frames(websocket, link))
+        receiving = asyncio.create_task(_receive_frames(front, websocket, link, first))
+        done, _ = await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_COMPLETED)
+        reason = next(iter(done)).result()
+    finally:
+        for task in (opening, sending, receiving):
+            if task is not None:
+                task.cancel()
+        if link is not None:
+            front.close_link(link, reason)
+        await _close_socket(websocket, reason)
+
+
+async def _receive_frames(front: FrontControl, websocket: WebSocket, link: Link, first: asyncio.Task[object]) -> str:
+    """Why it ended."""
+    decode = router_codec().decode
+    message = await first
+    while True:
+        assert isinstance(message, dict)
+        if message["type"] == "websocket.disconnect":
+            return "the router closed it"
+        data = message.get("bytes")
+        if not isinstance(data, bytes):
+            return "the router sent text"
+        try:
+            frame = decode(data)
+        except ProtocolError as error:
+            return f"the router sent a bad frame: {error}"
+        await front.forward(link.link_id, frame)
+        message = await websocket.receive()
+
+
+async def _send_frames(websocket: WebSocket, link: Link) -> str:
+    """Why it ended."""
+    while (payload := await link.next_frame()) is not None:
+        try:
+            await websocket.send_bytes(payload)
+        except (WebSocketDisconnect, RuntimeError):
+            return "the router is gone"
+    return link.closed or "closed"
+
+
+async def _close_socket(websocket: WebSocket, reason: str) -> None:
+    code = _POLICY_VIOLATION if "bad frame" in reason or "text" in reason else _GOING_AWAY
+    try:
+        await websocket.close(code, reason[:120])
+    except (WebSocketDisconnect, RuntimeError):
+        return
+
+
+def _check_secret(authorization: str | None, cluster_secret: str) -> None:
+    """Raises AuthenticationError. The comparison takes as long for a near miss as for a far one."""
+    if not cluster_secret:
+        return
+    given = (authorization or "").encode("utf-8", "surrogateescape")
+    if not hmac.compare_digest(given, f"Bearer {cluster_secret}".encode()):
+        raise AuthenticationError("wrong or missing cluster secret")
+
+
+def _check_router(websocket: WebSocket, cluster_secret: str) -> RouterId:
+    """Raises AuthenticationError, IncompatibleError or RequestError."""
+    headers = websocket.headers
+    _check_secret(headers.get("authorization"), cluster_secret)
+    version = headers.get("x-pd-protocol", "")
+    if version != str(PROTOCOL_VERSION):
+        raise IncompatibleError(f"this worker speaks protocol {PROTOCOL_VERSION}, the router {version or 'none'!s}")
+    router_id = headers.get("x-pd-router", "")
+    if not 0 < len(router_id) <= 128:
+        raise RequestError("X-PD-Router must name the router in at most 128 characters")
+    return RouterId(router_id)
+
+
+def _error_response(error: PdServeError) -> JSONResponse:
+    status = 409 if isinstance(error, IncompatibleError) else error.http_status
+    return JSONResponse({"error": {"message": error.message, "code": error.code}}, status)

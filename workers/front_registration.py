@@ -1,0 +1,67 @@
+"""Heartbeats of a worker to one router: how a router, new or restarted, learns of its workers. One task per URL in the front's loop.
+
+A router that is down is normal (any start order, any restart): said once when it goes and once when it is back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable
+
+import httpx
+from pydantic import ValidationError
+
+from pd_serve.protocol.control import REGISTER_PATH, Registered, RegisterWorker
+
+_log = logging.getLogger(__name__)
+_REQUEST_TIMEOUT_S = 5.0
+
+
+class Registrar:
+    """Registers every `heartbeat_s`, and at once when `changed` is set."""
+
+    def __init__(self, router_url: str, cluster_secret: str, heartbeat_s: float, current: Callable[[], RegisterWorker]) -> None:
+        self._url = router_url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {cluster_secret}"} if cluster_secret else {}
+        self._heartbeat_s = heartbeat_s
+        self._current = current
+        self._trouble = ""
+        self._wake = asyncio.Event()
+
+    def hasten(self) -> None:
+        """Register at once: something that routers are told has changed."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Until cancelled."""
+        async with httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client:
+            while True:
+                self._note(await self._register(client))
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+                self._wake.clear()
+
+    async def _register(self, client: httpx.AsyncClient) -> str:
+        """What went wrong, in words; empty when the router took the registration."""
+        try:
+            reply = await client.post(
+                REGISTER_PATH, content=self._current().model_dump_json(), headers={"Content-Type": "application/json"}
+            )
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            return f"is not reachable ({type(error).__name__}: {error})"
+        if reply.status_code != httpx.codes.OK:
+            return f"refused this worker with {reply.status_code}: {reply.text[:300]}"
+        try:
+            Registered.model_validate_json(reply.content)
+        except ValidationError:
+            return f"answered a registration with something else: {reply.text[:120]!r}"
+        return ""
+
+    def _note(self, trouble: str) -> None:
+        if trouble and not self._trouble:
+            _log.warning("router %s %s; trying again every %g s", self._url, trouble, self._heartbeat_s)
+        elif self._trouble and not trouble:
+            _log.info("registered at router %s", self._url)
+        self._trouble = trouble
