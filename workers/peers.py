@@ -1,0 +1,167 @@
+"""Which other workers this one has joined, wants to join, or must not forget yet. Pure; owned by WorkerMachine.
+
+    wanted (named in a router's Peers) -> JOINING -> JOINED -> LOST (-> fenced) -> removed -> JOINING again while wanted
+                                             '-> REFUSED ------------^
+    incompatible peers are never joined, and say why
+
+A peer is removed from the transport only when nothing is held for it: after a removal the transport reports nothing of it any more, not
+even that it died, so a quarantined lease of a removed peer would wait for ever. A new incarnation waits until the old one is removed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from pd_serve.ids import LinkId, PeerId
+from pd_serve.protocol.link import PeerInfo, PeerState
+from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
+from workers.events import Action, AddPeer, HardFence, RemovePeer
+
+
+class _State(Enum):
+    JOINING = auto()
+    JOINED = auto()
+    LOST = auto()
+    INCOMPATIBLE = auto()
+
+
+@dataclass(slots=True)
+class _Entry:
+    info: PeerInfo
+    state: _State
+    lane: str = ""
+    one_sided: bool = False
+    bandwidth: float = 0.0
+    detail: str = ""
+    retry_at: float = 0.0
+    """LOST: not joined again before."""
+    fence_again_at: float = 0.0
+
+
+class PeerTable:
+    def __init__(self, info: PeerInfo, rejoin_after_s: float) -> None:
+        self._info = info
+        self._rejoin_after_s = rejoin_after_s
+        self._named: dict[LinkId, dict[PeerId, PeerInfo]] = {}
+        """Peers by the link whose router named them. The last router's word stands until another one speaks."""
+        self._closed_links: set[LinkId] = set()
+        self._entries: dict[PeerId, _Entry] = {}
+
+    # ---- what is known
+
+    def joined(self, peer: PeerId) -> PeerInfo | None:
+        """The peer's info if KV and records can be exchanged with it now, and a router still names it."""
+        entry = self._entries.get(peer)
+        return entry.info if entry and entry.state is _State.JOINED and self.is_wanted(peer) else None
+
+    def states(self) -> tuple[PeerState, ...]:
+        """Every known peer, in order of its id."""
+        return tuple(
+            PeerState(peer, entry.state is _State.JOINED, entry.lane, entry.one_sided, entry.bandwidth, entry.detail)
+            for peer, entry in sorted(self._entries.items())
+        )
+
+    def next_deadline(self) -> float | None:
+        times = [entry.retry_at for peer, entry in self._entries.items() if entry.state is _State.LOST and self.is_wanted(peer)]
+        times += [entry.fence_again_at for entry in self._entries.values() if entry.fence_again_at]
+        return min(times, default=None)
+
+    # ---- what happens
+
+    def set_named(self, link_id: LinkId, peers: tuple[PeerInfo, ...]) -> None:
+        """A router says which workers there are."""
+        for closed in self._closed_links:
+            self._named.pop(closed, None)
+        self._closed_links.clear()
+        self._named[link_id] = {info.peer: info for info in peers if info.peer != self._info.peer}
+
+    def link_closed(self, link_id: LinkId) -> None:
+        if link_id in self._named:
+            self._closed_links.add(link_id)
+
+    def on_report(self, event: PeerJoined | PeerRefused | PeerLost | PeerFenced, now: float) -> None:
+        entry = self._entries.get(event.peer)
+        if entry is None:
+            return
+        match event:
+            case PeerJoined():
+                entry.state, entry.detail = _State.JOINED, ""
+                entry.lane, entry.one_sided, entry.bandwidth = event.lane, event.one_sided, event.bandwidth
+            case PeerRefused() | PeerLost():
+                entry.state, entry.detail, entry.retry_at = _State.LOST, event.detail, now + self._rejoin_after_s
+                entry.lane, entry.one_sided, entry.bandwidth = "", False, 0.0
+            case PeerFenced():
+                pass
+
+    def reconcile(self, now: float, is_busy: Callable[[PeerId], bool]) -> list[Action]:
+        """Remove, then add, what can be. `is_busy`: a lease or a push still depends on news of the peer."""
+        actions: list[Action] = []
+        wanted = self._wanted()
+        for peer, entry in tuple(self._entries.items()):
+            is_wanted = peer in wanted
+            if entry.state is _State.INCOMPATIBLE:
+                if not is_wanted:
+                    del self._entries[peer]
+                continue
+            if is_wanted and (entry.state is not _State.LOST or entry.retry_at > now):
+                continue
+            if is_busy(peer):
+                actions += self._fence_superseded(peer, entry, wanted, now)
+                continue
+            actions.append(RemovePeer(peer))
+            del self._entries[peer]
+        for peer, info in wanted.items():
+            if peer not in self._entries and not self._has_other_incarnation(peer):
+                actions += self._add(info)
+        return actions
+
+    def remove_stuck(self, peer: PeerId, now: float) -> list[Action]:
+        """Let go of a peer whose flush does not end; it is joined again later. Precondition: no lease was granted to it."""
+        entry = self._entries.get(peer)
+        if entry is None or entry.state is _State.INCOMPATIBLE:
+            return []
+        entry.state, entry.detail, entry.retry_at = _State.LOST, "a flush did not end", now + self._rejoin_after_s
+        return [RemovePeer(peer)]
+
+    # ---- inside
+
+    def _wanted(self) -> dict[PeerId, PeerInfo]:
+        return {peer: info for named in self._named.values() for peer, info in named.items()}
+
+    def is_wanted(self, peer: PeerId) -> bool:
+        """A router names it."""
+        return any(peer in named for named in self._named.values())
+
+    def _has_other_incarnation(self, peer: PeerId) -> bool:
+        return any(known.worker_id == peer.worker_id for known in self._entries)
+
+    def _add(self, info: PeerInfo) -> list[Action]:
+        problem = self._incompatibility(info)
+        if problem:
+            self._entries[info.peer] = _Entry(info, _State.INCOMPATIBLE, detail=problem)
+            return []
+        self._entries[info.peer] = _Entry(info, _State.JOINING)
+        return [AddPeer(info.peer, info.transport_metadata)]
+
+    def _incompatibility(self, info: PeerInfo) -> str:
+        """Why KV cannot be exchanged, with both values; empty if it can."""
+        ours = self._info
+        if info.protocol_version != ours.protocol_version:
+            return f"protocol version {info.protocol_version}, here {ours.protocol_version}"
+        if info.model_fingerprint != ours.model_fingerprint:
+            return f"model {info.model_fingerprint}, here {ours.model_fingerprint}"
+        if info.transport != ours.transport:
+            return f"transport {info.transport}, here {ours.transport}"
+        if info.layout.fingerprint(info.model_fingerprint) != ours.layout.fingerprint(ours.model_fingerprint):
+            return f"KV layout {info.layout}, here {ours.layout}"
+        return ""
+
+    def _fence_superseded(self, peer: PeerId, entry: _Entry, wanted: dict[PeerId, PeerInfo], now: float) -> list[Action]:
+        """A worker that was started anew while the old process still holds something here: end the old one."""
+        superseded = peer not in wanted and any(other.worker_id == peer.worker_id for other in wanted)
+        if not superseded or now < entry.fence_again_at:
+            return []
+        entry.fence_again_at = now + self._rejoin_after_s
+        return [HardFence(peer)]

@@ -1,0 +1,235 @@
+"""Issues the writes of a step layer by layer and measures them. Used by the transport thread only.
+
+Each layer of each peer is one write per attempt and one flush over all of them; the flush's answer is when the layer has arrived. That
+makes the measure honest on every lane: a queued write returns long before its bytes are anywhere.
+
+    engine   |-- layer 0 --|-- layer 1 --|-- layer 2 --|            compute_end
+    pushed      |~~ 0 ~~|       |~~ 1 ~~|     |~~~~~~ 2 ~~~~~~|     arrived
+                                                       ^ only these bytes are not hidden
+
+Seconds are the time the link to the peer was at work for the attempt: what is in flight to one peer is served in order, so a flush's own
+time is from its issue, or from the end of the one before it, to its end; attempts that share a flush share its time by bytes. Bytes and
+seconds are reported together, once per attempt that completed.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pd_serve.errors import TransportError
+from pd_serve.ids import AttemptId, PeerId
+from pd_serve.protocol.link import LayerTrace, Lease, Sample, Trace
+from pd_serve.protocol.notify import Completed
+from pd_serve.transport.base import Transport, WriteBatch
+from workers.events import PushPlan
+
+_MAX_STOPPED = 16384
+"""Stopped leases remembered; the machine names none again after the step that was running."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """What has been pushed under one lease."""
+
+    attempt_id: AttemptId
+    pieces: list[_Piece] = field(default_factory=list)
+    service_s: float = 0.0
+    problem: str = ""
+    """Why the attempt's KV cannot be complete at the target."""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """One layer of one plan."""
+
+    transfer: _Transfer
+    chunk: int
+    layer: int
+    written_at: float
+    started_at: float
+    nbytes: int
+    ended_at: float | None = None
+    """When the flush over it was answered."""
+
+
+@dataclass(slots=True)
+class _Flight:
+    """One flush and the pieces it covers."""
+
+    peer: PeerId
+    started_at: float
+    pieces: list[_Piece]
+
+
+@dataclass(slots=True)
+class _Step:
+    step_id: int
+    plans: tuple[PushPlan, ...]
+    issued: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The measures of one completed attempt."""
+
+    samples: tuple[Sample, ...]
+    trace: Trace
+
+
+class Pusher:
+    """`next_token` gives flush tokens that nobody else uses; the owner hands every Flushed of one of them to on_flushed()."""
+
+    def __init__(self, transport: Transport, next_token: Callable[[], int], now: Callable[[], float]) -> None:
+        self._transport = transport
+        self._next_token = next_token
+        self._now = now
+        self._step: _Step | None = None
+        self._transfers: dict[Lease, _Transfer] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._last_end: dict[PeerId, float] = {}
+        self._stopped: OrderedDict[Lease, None] = OrderedDict()
+
+    @property
+    def num_transfers(self) -> int:
+        """Attempts with bytes pushed and neither completed nor stopped."""
+        return len(self._transfers)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Flushes not yet answered."""
+        return len(self._flights)
+
+    def begin_step(self, step_id: int, plans: tuple[PushPlan, ...]) -> None:
+        """Plans of an earlier step are void: one step runs at a time."""
+        self._step = _Step(step_id, plans)
+
+    def layer_ready(self, step_id: int, layer: int, written_at: float) -> None:
+        """Issue that layer of every plan of the step, at once. A second call for a layer does nothing."""
+        step = self._step
+        if step is None or step.step_id != step_id or layer in step.issued:
+            return
+        step.issued.add(layer)
+        self._issue([(plan, layer, written_at) for plan in step.plans if layer < plan.num_layers])
+
+    def end_step(self, step_id: int) -> None:
+        if self._step is not None and self._step.step_id == step_id:
+            self._step = None
+
+    def push_now(self, plan: PushPlan) -> None:
+        """All layers at once: the KV is already in the pool."""
+        written_at = self._now()
+        self._issue([(plan, layer, written_at) for layer in range(plan.num_layers)])
+
+    def stop(self, lease: Lease) -> None:
+        """Issue nothing of the lease any more, whatever the running step still brings."""
+        self._stopped[lease] = None
+        if len(self._stopped) > _MAX_STOPPED:
+            self._stopped.popitem(last=False)
+        self._transfers.pop(lease, None)
+
+    def drop_peer(self, peer: PeerId) -> None:
+        """The peer is gone: its transfers will not complete."""
+        for lease in [lease for lease in self._transfers if lease.holder == peer]:
+            del self._transfers[lease]
+        for token in [token for token, flight in self._flights.items() if flight.peer == peer]:
+            del self._flights[token]
+        self._last_end.pop(peer, None)
+
+    def on_flushed(self, token: int, ok: bool, detail: str) -> None:
+        flight = self._flights.pop(token, None)
+        if flight is None:
+            return
+        now = self._now()
+        service_s = now - max(flight.started_at, self._last_end.get(flight.peer, flight.started_at))
+        self._last_end[flight.peer] = now
+        total = sum(piece.nbytes for piece in flight.pieces)
+        for piece in flight.pieces:
+            if piece.ended_at is None:
+                piece.ended_at = now
+            piece.transfer.service_s += service_s * piece.nbytes / total
+            if not ok:
+                piece.transfer.problem = piece.transfer.problem or detail or "flush failed"
+
+    def problem_of(self, peer: PeerId, notice: Completed) -> str:
+        """Why `notice` must not be sent although the last flush was ok; empty if it may: every byte it claims has been written."""
+        lease = Lease(notice.lease_id, notice.epoch, peer)
+        if lease in self._stopped:
+            return "the push was stopped"
+        transfer = self._transfers.get(lease)
+        if transfer is not None and transfer.problem:
+            return transfer.problem
+        pushed = 0 if transfer is None else sum(piece.nbytes for piece in transfer.pieces)
+        return "" if pushed == notice.nbytes else f"pushed {pushed} of {notice.nbytes} bytes"
+
+    def finish(self, peer: PeerId, notice: Completed, compute_ended_at: float, lane: str) -> Finished | None:
+        """Close the transfer that `notice` completes, now; None if it moved no bytes."""
+        transfer = self._transfers.pop(Lease(notice.lease_id, notice.epoch, peer), None)
+        if transfer is None or not transfer.pieces:
+            return None
+        return _measure(transfer, notice, compute_ended_at, self._now(), lane)
+
+    def abort(self, peer: PeerId, notice: Completed) -> None:
+        """The attempt's last flush failed: forget its transfer."""
+        self._transfers.pop(Lease(notice.lease_id, notice.epoch, peer), None)
+
+    def _issue(self, layers: list[tuple[PushPlan, int, float]]) -> None:
+        flights: dict[PeerId, _Flight] = {}
+        for plan, layer, written_at in layers:
+            nbytes = int(plan.ranges[:, 2].sum())
+            if nbytes == 0 or plan.lease in self._stopped:
+                continue
+            transfer = self._transfers.setdefault(plan.lease, _Transfer(plan.attempt_id))
+            peer = plan.lease.holder
+            started_at = self._now()
+            ops = plan.ranges + np.array([layer * plan.local_layer_stride, layer * plan.remote_layer_stride, 0], np.int64)
+            try:
+                self._transport.write(WriteBatch(peer, plan.lease.lease_id, plan.lease.epoch, ops))
+            except TransportError as error:
+                transfer.problem = transfer.problem or str(error)
+                continue
+            piece = _Piece(transfer, plan.chunk_index, layer, written_at, started_at, nbytes)
+            transfer.pieces.append(piece)
+            flights.setdefault(peer, _Flight(peer, started_at, [])).pieces.append(piece)
+        for peer, flight in flights.items():
+            token = self._next_token()
+            self._flights[token] = flight
+            self._transport.flush(peer, token)
+
+
+def overlap_ratio(ended: Iterable[tuple[float, int]], compute_ended_at: float) -> float:
+    """Share of the bytes of (ended at, bytes) that had arrived when compute ended."""
+    hidden = total = 0
+    for ended_at, nbytes in ended:
+        total += nbytes
+        hidden += nbytes if ended_at <= compute_ended_at else 0
+    return hidden / total if total else 0.0
+
+
+def _measure(transfer: _Transfer, notice: Completed, compute_ended_at: float, now: float, lane: str) -> Finished:
+    pieces = transfer.pieces
+    # The attempt's own flush has been answered, so a piece whose flush has not has arrived as well.
+    ends = [now if piece.ended_at is None else piece.ended_at for piece in pieces]
+    origin = min(piece.written_at for piece in pieces)
+    ratio = overlap_ratio(zip(ends, (piece.nbytes for piece in pieces), strict=True), compute_ended_at)
+    trace = Trace(
+        attempt_id=transfer.attempt_id,
+        num_tokens=notice.num_tokens,
+        compute_end_s=compute_ended_at - origin,
+        flushed_s=now - origin,
+        lane=lane,
+        overlap_ratio=ratio,
+        layers=tuple(
+            LayerTrace(piece.chunk, piece.layer, piece.written_at - origin, piece.started_at - origin, end - origin, piece.nbytes)
+            for piece, end in zip(pieces, ends, strict=True)
+        ),
+    )
+    samples = (
+        Sample("pd_serve_kv_transfer_bytes_total", float(sum(piece.nbytes for piece in pieces)), lane),
+        Sample("pd_serve_kv_transfer_seconds", transfer.service_s),
+        Sample("pd_serve_kv_overlap_ratio", ratio),
+    )
+    return Finished(samples, trace)
