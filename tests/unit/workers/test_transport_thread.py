@@ -1,0 +1,391 @@
+"""The transport thread with loopback transports: two workers' threads in one process, real clock."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from pd_serve.errors import TransportError
+from pd_serve.ids import AttemptId, Epoch, LeaseId
+from pd_serve.protocol.link import Lease, Sample
+from pd_serve.protocol.notify import Abandon, Completed, Quiesced
+from pd_serve.transport.base import EventSink, PeerJoined, PeerLost, PeerRefused, TransportSettings, WriteWindow
+from pd_serve.transport.loopback import LoopbackTransport
+from pd_serve.transport.loopback_fabric import LoopbackFabric
+from pd_serve.transport.registry import TransportFactory
+from tests.transport_nodes import ops, pattern, peer_id, settings_for
+from workers.events import (
+    AddPeer,
+    CloseWindow,
+    FlushDone,
+    FlushThenNotify,
+    HardFence,
+    NoticeArrived,
+    OpenWindow,
+    PushNow,
+    PushPlan,
+    RemovePeer,
+    SendNotice,
+    StopPush,
+    TransportReported,
+    WindowClosed,
+)
+from workers.transport_commands import (
+    AllocatePool,
+    BeginStep,
+    LayerReady,
+    RegisterPool,
+    SamplesObserved,
+    StepEnded,
+    TransportFailed,
+    TransportOutput,
+    TransportReady,
+)
+from workers.transport_thread import TransportThread
+
+POOL_NBYTES = 1 << 20
+NUM_LAYERS = 4
+STRIDE = POOL_NBYTES // NUM_LAYERS
+CHUNK = 8192
+T = TypeVar("T")
+
+
+class Rank:
+    """One thread under test and the queue it posts to."""
+
+    def __init__(self, name: str, factory: TransportFactory, lanes: str, num_traces: int = 16) -> None:
+        self.peer = peer_id(name)
+        self.outputs: queue.Queue[TransportOutput] = queue.Queue()
+        self.seen: list[TransportOutput] = []
+        self.thread = TransportThread(factory, settings_for(self.peer, lanes), self.outputs.put, num_traces=num_traces)
+        self.ready: TransportReady = self.thread.start(AllocatePool(POOL_NBYTES), 5.0)
+        assert self.ready.region.buffer is not None
+        self.memory = np.frombuffer(self.ready.region.buffer, np.uint8)
+
+    def expect(self, kind: type[T], accept: Callable[[T], bool] = lambda _: True, timeout_s: float = 5.0) -> T:
+        """The next output of that kind that is accepted; the others are kept in `seen`."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                output = self.outputs.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no {kind.__name__} within {timeout_s} s; seen {self.seen[-5:]}") from None
+            self.seen.append(output)
+            if isinstance(output, kind) and accept(output):
+                return output
+
+    def pending(self) -> list[TransportOutput]:
+        outputs = []
+        while not self.outputs.empty():
+            outputs.append(self.outputs.get())
+        self.seen += outputs
+        return outputs
+
+    def join(self, other: Rank) -> None:
+        self.thread.submit(AddPeer(other.peer, other.ready.metadata))
+
+
+class Pair:
+    def __init__(self, source: Rank, target: Rank) -> None:
+        self.source = source
+        self.target = target
+        source.memory[:] = pattern(POOL_NBYTES)
+        source.join(target)
+        target.join(source)
+        for rank in (source, target):
+            rank.expect(TransportReported, lambda output: isinstance(output.event, PeerJoined))
+
+    def lease(self, lease_id: int = 1) -> Lease:
+        return Lease(LeaseId(lease_id), Epoch(5), self.target.peer)
+
+    def open(self, lease_id: int = 1) -> None:
+        window = WriteWindow(LeaseId(lease_id), Epoch(5), self.source.peer, np.array([0]), np.array([POOL_NBYTES]))
+        self.target.thread.submit(OpenWindow(window))
+
+    def plan(self, lease_id: int = 1, at: int = 0) -> PushPlan:
+        return PushPlan(AttemptId(lease_id), self.lease(lease_id), ops((at, at, CHUNK)), STRIDE, STRIDE, NUM_LAYERS, 0)
+
+    def completed(self, plan: PushPlan) -> Completed:
+        return Completed(plan.lease.lease_id, plan.lease.epoch, plan.attempt_id, 0, 1, 11, None, 32, NUM_LAYERS, plan.nbytes, 0, 0.0)
+
+    def finish(self, plan: PushPlan, token: int = 1, compute_ended_at: float | None = None) -> FlushDone:
+        ended_at = time.monotonic() if compute_ended_at is None else compute_ended_at
+        self.source.thread.submit(FlushThenNotify(self.target.peer, token, self.completed(plan), ended_at))
+        return self.source.expect(FlushDone, lambda output: output.token == token)
+
+    def landed(self, at: int = 0) -> list[bool]:
+        return [
+            bool(np.array_equal(self.source.memory[at + layer * STRIDE :][:CHUNK], self.target.memory[at + layer * STRIDE :][:CHUNK]))
+            for layer in range(NUM_LAYERS)
+        ]
+
+
+@pytest.fixture(params=["shm", "tcp"])
+def lanes(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def pair(lanes: str) -> Iterator[Pair]:
+    factory = partial(LoopbackTransport, fabric=LoopbackFabric())
+    ranks = [Rank("prefill", factory, lanes), Rank("decode", factory, lanes)]
+    yield Pair(*ranks)
+    for rank in ranks:
+        assert rank.thread.stop(5.0)
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 5.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+def test_layers_land_while_the_step_runs_and_the_record_comes_after_them(pair: Pair) -> None:
+    pair.open()
+    plan = pair.plan()
+    pair.source.thread.submit(BeginStep(1, (plan,)))
+    for layer in range(NUM_LAYERS):
+        pair.source.thread.submit(LayerReady(1, layer, time.monotonic()))
+        wait_until(lambda layer=layer: pair.landed()[layer])
+        assert pair.landed() == [other <= layer for other in range(NUM_LAYERS)]
+    pair.source.thread.submit(StepEnded(1))
+    compute_ended_at = time.monotonic()
+    assert pair.finish(plan, compute_ended_at=compute_ended_at).ok
+    arrived = pair.target.expect(NoticeArrived)
+    assert isinstance(arrived.notice, Completed)
+    assert arrived.peer == pair.source.peer
+    assert 0 < arrived.notice.compute_to_notice_s < time.monotonic() - compute_ended_at
+
+
+def test_a_layer_is_issued_only_when_the_device_has_written_it(pair: Pair) -> None:
+    pair.open()
+    written = threading.Event()
+    pair.source.thread.submit(BeginStep(1, (pair.plan(),)))
+
+    def ready() -> None:
+        assert written.wait(5.0)
+
+    pair.source.thread.submit(LayerReady(1, 0, time.monotonic(), ready))
+    time.sleep(0.05)
+    assert not pair.landed()[0]
+    written.set()
+    wait_until(lambda: pair.landed()[0])
+
+
+def test_the_record_is_withheld_when_a_layer_was_never_handed_over(pair: Pair) -> None:
+    pair.open()
+    plan = pair.plan()
+    pair.source.thread.submit(BeginStep(1, (plan,)))
+    pair.source.thread.submit(LayerReady(1, 0, time.monotonic()))
+    done = pair.finish(plan)
+    assert not done.ok
+    assert done.detail == f"pushed {CHUNK} of {plan.nbytes} bytes"
+    pair.source.thread.submit(SendNotice(pair.target.peer, Quiesced(LeaseId(1), Epoch(5), 0)))
+    assert isinstance(pair.target.expect(NoticeArrived).notice, Quiesced)
+
+
+def test_stop_push_then_quiesced_means_no_later_write(pair: Pair) -> None:
+    pair.open()
+    plan = pair.plan()
+    pair.source.thread.submit(BeginStep(1, (plan,)))
+    pair.source.thread.submit(LayerReady(1, 0, time.monotonic()))
+    pair.source.thread.submit(StopPush(plan.lease))
+    pair.source.thread.submit(LayerReady(1, 1, time.monotonic()))
+    pair.source.thread.submit(FlushThenNotify(pair.target.peer, 4, Quiesced(LeaseId(1), Epoch(5), 0), None))
+    assert pair.source.expect(FlushDone) == FlushDone(4, True)
+    assert pair.target.expect(NoticeArrived).notice == Quiesced(LeaseId(1), Epoch(5), 0)
+    for layer in (2, 3):
+        pair.source.thread.submit(LayerReady(1, layer, time.monotonic()))
+    pair.source.thread.submit(FlushThenNotify(pair.target.peer, 5, None, None))
+    pair.source.expect(FlushDone)
+    assert pair.landed() == [True, False, False, False]
+
+
+def test_a_cached_prefix_goes_out_at_once(pair: Pair) -> None:
+    pair.open()
+    plan = pair.plan()
+    pair.source.thread.submit(PushNow(plan))
+    assert pair.finish(plan).ok
+    assert pair.landed() == [True] * NUM_LAYERS
+
+
+def test_measures_of_a_completed_transfer_are_reported_once(pair: Pair, lanes: str) -> None:
+    pair.open()
+    plan = pair.plan()
+    pair.source.thread.submit(PushNow(plan))
+    wait_until(lambda: all(pair.landed()))
+    time.sleep(0.02)
+    assert pair.finish(plan).ok
+    samples = {sample.metric: sample for output in pair.source.seen if isinstance(output, SamplesObserved) for sample in output.samples}
+    assert samples["pd_serve_kv_transfer_bytes_total"] == Sample("pd_serve_kv_transfer_bytes_total", plan.nbytes, f"loopback-{lanes}")
+    assert 0 < samples["pd_serve_kv_transfer_seconds"].value < 1
+    assert samples["pd_serve_kv_overlap_ratio"].value == 1.0
+    (trace,) = pair.source.thread.recent_traces(8)
+    assert [layer.layer for layer in trace.layers] == list(range(NUM_LAYERS))
+    assert trace.overlap_ratio == 1.0
+
+
+def test_only_the_latest_traces_are_kept(lanes: str) -> None:
+    factory = partial(LoopbackTransport, fabric=LoopbackFabric())
+    ranks = [Rank("prefill", factory, lanes, num_traces=2), Rank("decode", factory, lanes)]
+    pair = Pair(*ranks)
+    for lease_id in range(1, 5):
+        pair.open(lease_id)
+        plan = pair.plan(lease_id)
+        pair.source.thread.submit(PushNow(plan))
+        assert pair.finish(plan, token=lease_id).ok
+    assert [trace.attempt_id for trace in pair.source.thread.recent_traces(8)] == [3, 4]
+    assert [trace.attempt_id for trace in pair.source.thread.recent_traces(1)] == [4]
+    for rank in ranks:
+        assert rank.thread.stop(5.0)
+
+
+def test_closing_a_window_says_whether_that_is_a_fence(pair: Pair, lanes: str) -> None:
+    pair.open()
+    pair.target.thread.submit(CloseWindow(LeaseId(1)))
+    assert pair.target.expect(WindowClosed) == WindowClosed(LeaseId(1), fenced=lanes == "tcp")
+
+
+def test_late_writes_of_a_closed_window_are_counted(pair: Pair, lanes: str) -> None:
+    pair.open()
+    pair.target.thread.submit(CloseWindow(LeaseId(1)))
+    pair.target.expect(WindowClosed)
+    pair.source.thread.submit(PushNow(pair.plan()))
+    pair.source.thread.submit(FlushThenNotify(pair.target.peer, 1, None, None))
+    pair.source.expect(FlushDone)
+    if lanes == "tcp":
+        observed = pair.target.expect(SamplesObserved)
+        assert [sample.metric for sample in observed.samples] == ["pd_serve_refused_writes_total"]
+        assert pair.target.memory.max() == 0
+
+
+def test_flush_of_a_peer_that_is_removed_ends_badly_and_once(pair: Pair) -> None:
+    plan = pair.plan()
+    pair.source.thread.submit(PushNow(plan))
+    pair.source.thread.submit(RemovePeer(pair.target.peer))
+    assert not pair.finish(plan, token=3).ok
+    lost = pair.target.expect(TransportReported)
+    assert isinstance(lost.event, PeerLost)
+    time.sleep(0.02)
+    assert pair.source.pending() == []
+
+
+def test_a_lost_peer_fails_the_flush_and_is_reported(pair: Pair) -> None:
+    pair.source.thread.submit(HardFence(pair.target.peer))
+    lost = pair.source.expect(TransportReported)
+    assert isinstance(lost.event, PeerLost)
+    assert lost.event.fenced
+    plan = pair.plan()
+    pair.source.thread.submit(PushNow(plan))
+    assert not pair.finish(plan).ok
+
+
+def test_notices_keep_their_order(pair: Pair) -> None:
+    for number in range(300):
+        pair.source.thread.submit(SendNotice(pair.target.peer, Abandon(LeaseId(number), Epoch(0))))
+    assert [pair.target.expect(NoticeArrived).notice.lease_id for _ in range(300)] == list(range(300))
+
+
+def test_a_malformed_notice_is_counted_and_dropped() -> None:
+    fabric = LoopbackFabric()
+    rank = Rank("decode", partial(LoopbackTransport, fabric=fabric), "tcp")
+    stranger_id = peer_id("prefill")
+    events: list[object] = []
+    stranger = LoopbackTransport(settings_for(stranger_id, "tcp"), events.append, fabric)
+    stranger.allocate_pool(64)
+    rank.thread.submit(AddPeer(stranger_id, stranger.export_metadata()))
+    stranger.add_peer(rank.peer, rank.ready.metadata)
+
+    def has_joined() -> bool:
+        stranger.progress()
+        return any(isinstance(event, PeerJoined) for event in events)
+
+    wait_until(has_joined)
+    stranger.notify(rank.peer, b"\xff\x00 no notice")
+    observed = rank.expect(SamplesObserved)
+    assert observed.samples == (Sample("pd_serve_malformed_notices_total", 1.0),)
+    assert not any(isinstance(output, NoticeArrived) for output in rank.seen)
+    stranger.close()
+    assert rank.thread.stop(5.0)
+
+
+def test_a_peer_that_never_answers_is_refused_by_the_deadline_of_the_sleeping_thread() -> None:
+    fabric = LoopbackFabric()
+    silent_id = peer_id("silent")
+    silent = LoopbackTransport(settings_for(silent_id, "tcp"), lambda _: None, fabric)
+    silent.allocate_pool(64)
+
+    def factory(settings: TransportSettings, sink: EventSink) -> LoopbackTransport:
+        return LoopbackTransport(settings_for(settings.self_id, "tcp", join_timeout_s=0.2), sink, fabric)
+
+    rank = Rank("decode", factory, "tcp")
+    started = time.monotonic()
+    rank.thread.submit(AddPeer(silent_id, silent.export_metadata()))
+    refused = rank.expect(TransportReported)
+    assert isinstance(refused.event, PeerRefused)
+    assert 0.15 < time.monotonic() - started < 1.0
+    silent.close()
+    assert rank.thread.stop(5.0)
+
+
+def test_an_idle_thread_with_peers_uses_no_processor_time(pair: Pair) -> None:
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.01
+
+
+def test_stop_ends_within_its_time_even_with_a_flush_nobody_answers() -> None:
+    fabric = LoopbackFabric()
+    rank = Rank("prefill", partial(LoopbackTransport, fabric=fabric), "tcp")
+    frozen = LoopbackTransport(settings_for(peer_id("decode"), "tcp"), lambda _: None, fabric)
+    frozen.allocate_pool(POOL_NBYTES)
+    rank.thread.submit(AddPeer(peer_id("decode"), frozen.export_metadata()))
+    frozen.add_peer(rank.peer, rank.ready.metadata)
+
+    def has_joined() -> bool:
+        frozen.progress()
+        return any(isinstance(output, TransportReported) for output in rank.pending())
+
+    wait_until(has_joined)
+    rank.thread.submit(FlushThenNotify(peer_id("decode"), 1, None, None))
+    started = time.monotonic()
+    assert rank.thread.stop(0.4)
+    assert time.monotonic() - started < 0.4
+    frozen.close()
+
+
+def test_a_transport_that_cannot_be_made_fails_start() -> None:
+    thread = TransportThread(LoopbackTransport, settings_for(peer_id("p"), "rdma"), lambda _: None)
+    with pytest.raises(TransportError, match="rdma"):
+        thread.start(AllocatePool(4096), 5.0)
+    assert thread.stop(1.0)
+
+
+def test_an_error_on_the_thread_is_reported_and_ends_it() -> None:
+    class Broken(LoopbackTransport):
+        def open_window(self, window: WriteWindow) -> None:
+            raise RuntimeError("planted")
+
+    rank = Rank("decode", partial(Broken, fabric=LoopbackFabric()), "tcp")
+    empty = np.empty(0, np.int64)
+    rank.thread.submit(OpenWindow(WriteWindow(LeaseId(1), Epoch(1), rank.peer, empty, empty)))
+    assert rank.expect(TransportFailed).detail == "RuntimeError: planted"
+    assert rank.thread.stop(5.0)
+
+
+def test_memory_of_the_engine_can_be_registered_instead() -> None:
+    memory = np.zeros(8192, np.uint8)
+    thread = TransportThread(partial(LoopbackTransport, fabric=LoopbackFabric()), settings_for(peer_id("p"), "shm"), lambda _: None)
+    ready = thread.start(RegisterPool(memory.ctypes.data, memory.nbytes, "cpu"), 5.0)
+    assert (ready.region.address, ready.region.nbytes, ready.region.buffer) == (memory.ctypes.data, 8192, None)
+    assert ready.lanes == ("loopback-shm",)
+    assert thread.stop(5.0)

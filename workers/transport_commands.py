@@ -1,0 +1,114 @@
+"""What the transport thread is told besides the machine's actions, and what it tells the control thread besides the machine's events.
+
+Commands come from the control thread (the machine's transport actions, BeginStep, StepEnded) and from the engine thread (LayerReady); all
+are frozen. Everything the thread has to say goes through one sink.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pd_serve.protocol.link import Sample
+from pd_serve.transport.base import Region
+from workers.events import (
+    AddPeer,
+    CloseWindow,
+    FlushDone,
+    FlushThenNotify,
+    HardFence,
+    NoticeArrived,
+    OpenWindow,
+    PushNow,
+    PushPlan,
+    RemovePeer,
+    SendNotice,
+    StopPush,
+    TransportReported,
+    WindowClosed,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class BeginStep:
+    """The pushes of a step; given before the engine thread gets the step."""
+
+    step_id: int
+    plans: tuple[PushPlan, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReady:
+    """The layer's KV of the whole step is in the pool, or will be once `ready` returns. Posted by the engine thread, inside on_layer."""
+
+    step_id: int
+    layer: int
+    written_at: float
+    """Monotonic seconds."""
+    ready: Callable[[], None] | None = None
+    """Blocks until the device has written it (CUDA event synchronize); None where it already is."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepEnded:
+    """No LayerReady of the step follows."""
+
+    step_id: int
+
+
+TransportCommand = (
+    AddPeer
+    | RemovePeer
+    | OpenWindow
+    | CloseWindow
+    | PushNow
+    | StopPush
+    | FlushThenNotify
+    | SendNotice
+    | HardFence
+    | BeginStep
+    | LayerReady
+    | StepEnded
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplesObserved:
+    """For the next Report; the machine does not need them."""
+
+    samples: tuple[Sample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TransportFailed:
+    """The thread has ended on an error it cannot survive; the worker must end."""
+
+    detail: str
+
+
+TransportOutput = TransportReported | NoticeArrived | FlushDone | WindowClosed | SamplesObserved | TransportFailed
+
+
+@dataclass(frozen=True, slots=True)
+class AllocatePool:
+    """The transport allocates the KV pool (host memory)."""
+
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RegisterPool:
+    """The engine allocated the KV pool; it must outlive the thread."""
+
+    address: int
+    nbytes: int
+    device: str
+
+
+@dataclass(frozen=True, slots=True)
+class TransportReady:
+    """What the rest of the rank needs to know of a transport that is up."""
+
+    region: Region
+    metadata: bytes
+    lanes: tuple[str, ...]
