@@ -9,7 +9,8 @@ What the executor of the actions must keep:
   flush    a FlushThenNotify ends in exactly one FlushDone; its notice is sent only if the flush was ok and counts every put of earlier
            actions (also of layers handed over by the running step before a StopPush); a peer that is removed ends its flushes with ok=False
   stop     after StopPush(lease) no put of that lease is issued any more, also for layers that the running step has yet to finish
-  window   a CloseWindow ends in exactly one WindowClosed
+  window   an OpenWindow ends in exactly one WindowOpened, once a checked write under the lease would be let in; a CloseWindow in exactly
+           one WindowClosed, once none would
 """
 
 from __future__ import annotations
@@ -72,6 +73,13 @@ class FlushDone:
 
 
 @dataclass(frozen=True, slots=True)
+class WindowOpened:
+    """End of one OpenWindow. Only now may the writer hear of the lease: a checked write that came before the window would be dropped."""
+
+    lease_id: LeaseId
+
+
+@dataclass(frozen=True, slots=True)
 class WindowClosed:
     """End of one CloseWindow. `fenced`: no write of the lease can land any more, whatever its writer does."""
 
@@ -115,6 +123,7 @@ Event = (
     | TransportReported
     | NoticeArrived
     | FlushDone
+    | WindowOpened
     | WindowClosed
     | StepDone
     | StepFailed

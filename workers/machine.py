@@ -58,6 +58,7 @@ from workers.events import (
     Tick,
     TransportReported,
     WindowClosed,
+    WindowOpened,
 )
 from workers.peers import PeerTable
 from workers.prefill.machine import PrefillMachine
@@ -161,6 +162,8 @@ class WorkerMachine:
                 return self._on_notice(peer, notice, now)
             case FlushDone():
                 return self.prefill.on_flush(event)
+            case WindowOpened(lease_id):
+                return self.decode.on_window_opened(lease_id)
             case WindowClosed(lease_id, fenced):
                 self.decode.on_window_closed(lease_id, fenced)
                 return []

@@ -2,7 +2,7 @@
 
 The life of a request here:
 
-    Open with a writer -> blocks for the whole prompt are reserved, the write window opened, a lease GRANTED: Reserved
+    Open with a writer -> blocks for the whole prompt are reserved, a lease GRANTED, the write window opened, and then: Reserved
                        -> the writer pushes KV; its Completed is checked (lease, epoch, writer, contributor, tokens, layers, bytes)
                        -> FILLED: window closed, the first token goes out in a Step, the sequence joins the batch of the next step
     Open without       -> Reserved; the prompt is computed here
@@ -113,6 +113,15 @@ class DecodeMachine:
             self._scheduler.add(sequence)
             return [*actions, SendFrame(link_id, Reserved(frame.attempt_id, None, num_cached))]
         return actions + self._grant(attempt, frame.writer, now + frame.timeout_s)
+
+    def on_window_opened(self, lease_id: LeaseId) -> list[Action]:
+        """The writer may hear of the lease now."""
+        lease = self._leases.get(lease_id)
+        if lease is None or lease.state is not LeaseState.GRANTED:
+            return []
+        num_cached = lease.num_cached_blocks * self._settings.layout.block_size
+        target = Target(Lease(lease_id, lease.epoch, self._settings.self_id), lease.blocks, num_cached)
+        return [SendFrame(self._attempts[lease.attempt_id].link_id, Reserved(lease.attempt_id, target, num_cached))]
 
     def on_completed(self, peer: PeerId, notice: Completed, now: float) -> list[Action]:
         lease = self._live_lease(peer, notice)
@@ -248,9 +257,7 @@ class DecodeMachine:
         lease = self._leases.grant(sequence.attempt_id, writer, blocks, len(cached), deadline)
         attempt.lease_id = lease.lease_id
         starts, ends = write_ranges(layout, blocks, num_cached, num_tokens)
-        window = WriteWindow(lease.lease_id, lease.epoch, writer, starts, ends)
-        target = Target(Lease(lease.lease_id, lease.epoch, self._settings.self_id), blocks, num_cached)
-        return [OpenWindow(window), SendFrame(attempt.link_id, Reserved(sequence.attempt_id, target, num_cached))]
+        return [OpenWindow(WriteWindow(lease.lease_id, lease.epoch, writer, starts, ends))]
 
     def _live_lease(self, peer: PeerId, notice: Completed | Quiesced) -> HeldLease | None:
         """The lease a record speaks of, if the record can be its own: identity first, content later."""
