@@ -26,6 +26,7 @@ from workers.events import (
     StopPush,
     TransportReported,
     WindowClosed,
+    WindowOpened,
 )
 
 
@@ -86,7 +87,7 @@ class TransportFailed:
     detail: str
 
 
-TransportOutput = TransportReported | NoticeArrived | FlushDone | WindowClosed | SamplesObserved | TransportFailed
+TransportOutput = TransportReported | NoticeArrived | FlushDone | WindowOpened | WindowClosed | SamplesObserved | TransportFailed
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,7 @@ from workers.events import (
     StopPush,
     TransportReported,
     WindowClosed,
+    WindowOpened,
 )
 from workers.prefill.pusher import Pusher
 from workers.transport_commands import (
@@ -263,6 +264,7 @@ class _Loop:
                 self._send(command.peer, command.notice)
             case OpenWindow():
                 self._transport.open_window(command.window)
+                self._post(WindowOpened(command.window.lease_id))
             case CloseWindow():
                 self._post(WindowClosed(command.lease_id, self._transport.close_window(command.lease_id)))
             case AddPeer():
