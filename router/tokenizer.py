@@ -1,4 +1,4 @@
-"""Text to tokens and back: the only place that knows the tokenizer and the chat template. Called by the API handlers and the text of choices.
+"""Text to tokens and back: the only place that knows the tokenizer and the chat template. Called by the API and by the text of choices.
 
 Reads `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` of a model folder with the `tokenizers` library, which (unlike
 transformers) does not import torch. The chat template is rendered as transformers does it, in jinja2's sandbox.
@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from jinja2 import TemplateError
+from jinja2 import Template, TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, decoders
@@ -59,14 +59,13 @@ class FolderTokenizer:
             raise ModelError(f"{folder} has no tokenizer.json; save it there with transformers' `AutoTokenizer.save_pretrained`")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # noqa: BLE001 - the library raises bare Exception
+        except Exception as error:  # the library raises nothing narrower
             raise ModelError(f"cannot read {path}: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
         self._special_tokens = _special_tokens(config)
-        self._chat_template = _chat_template(folder, config)
-        self._environment = _environment()
+        self._chat_template = _compiled(_chat_template(folder, config))
         self._is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._pieces = _Pieces(self._tokenizer)
 
@@ -86,7 +85,7 @@ class FolderTokenizer:
         plain = [_plain(message) for message in messages]
         variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True, **template_kwargs}
         try:
-            return str(self._environment.from_string(self._chat_template).render(messages=plain, **variables))
+            return str(self._chat_template.render(messages=plain, **variables))
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
 
@@ -104,7 +103,7 @@ class _Pieces:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._added = {token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._added = dict(tokenizer.get_added_tokens_decoder())
         self._byte_of_char = _byte_of_char()
         self._cache: dict[int, bytes] = {}
 
@@ -139,6 +138,15 @@ def _byte_of_char() -> dict[str, int]:
     others = (value for value in range(256) if value not in kept)
     table.update({chr(0x100 + position): value for position, value in enumerate(others)})
     return table
+
+
+def _compiled(source: str | None) -> Template | None:
+    if source is None:
+        return None
+    try:
+        return _environment().from_string(source)
+    except TemplateError as error:
+        raise ModelError(f"damaged chat template: {error}") from error
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

@@ -48,12 +48,20 @@ MAX_UNSENT_NBYTES = 256 * 1024 * 1024
 """A link whose other end has left this much unread is closed: it would only grow."""
 
 
+CLOSE_TIMEOUT_S = 1.0
+"""For the other side to read what was sent before a close."""
+
+
 class LinkSettings(msgspec.Struct, frozen=True):
     """How a router introduces itself."""
 
     router_id: RouterId
     cluster_secret: str
     connect_timeout_s: float = 5.0
+
+
+FrameSink = Callable[["Link", WorkerFrame], None]
+ClosedSink = Callable[["Link", str], None]
 
 
 class Link(asyncio.Protocol):
@@ -63,7 +71,7 @@ class Link(asyncio.Protocol):
     last frame, with the reason; afterwards send() returns False.
     """
 
-    def __init__(self, url: str, settings: LinkSettings, on_frame: Callable[[WorkerFrame], None], on_closed: Callable[[str], None]) -> None:
+    def __init__(self, url: str, settings: LinkSettings, on_frame: FrameSink, on_closed: ClosedSink) -> None:
         self._codec_in = worker_codec()
         self._codec_out = router_codec()
         self._websocket = ClientProtocol(parse_uri(url), max_size=MAX_FRAME_NBYTES)
@@ -76,8 +84,8 @@ class Link(asyncio.Protocol):
         self.opened: asyncio.Future[None] = self._loop.create_future()
         self.last_heard_at = self._loop.time()
         """Event loop time of the last frame."""
-        self._on_frame: Callable[[WorkerFrame], None] | None = on_frame
-        self._on_closed: Callable[[str], None] | None = on_closed
+        self._on_frame: FrameSink | None = on_frame
+        self._on_closed: ClosedSink | None = on_closed
 
     def send(self, frame: RouterFrame) -> bool:
         """Queue one frame; everything queued in this turn of the loop is written together. False: the link is closed."""
@@ -90,7 +98,8 @@ class Link(asyncio.Protocol):
         return True
 
     def close(self, reason: str) -> None:
-        """Idempotent; on_closed follows."""
+        """Idempotent; no frame is delivered any more, on_closed follows."""
+        self._on_frame = None
         if self._is_closed or self._transport is None:
             return
         self._reason = self._reason or reason
@@ -99,6 +108,14 @@ class Link(asyncio.Protocol):
             self._unsent += self._websocket.data_to_send()
         self._write()
         self._transport.close()
+        self._loop.call_later(CLOSE_TIMEOUT_S, self._transport.abort)
+
+    def abort(self, reason: str) -> None:
+        """Close without waiting for the other side to read what was sent. Idempotent; on_closed follows."""
+        self._on_frame = None
+        self._reason = self._reason or reason
+        if self._transport is not None:
+            self._transport.abort()
 
     # ---- asyncio.Protocol
 
@@ -130,8 +147,8 @@ class Link(asyncio.Protocol):
         reason = self._reason or (str(exc) if exc else "closed by the worker")
         if not self.opened.done():
             self.opened.set_exception(self._handshake_error(reason))
-        elif self._on_closed is not None:
-            self._on_closed(reason)
+        elif self._on_closed is not None and not self.opened.cancelled() and self.opened.exception() is None:
+            self._on_closed(self, reason)
         self._on_frame = self._on_closed = None
 
     def _after_receive(self) -> None:
@@ -160,9 +177,8 @@ class Link(asyncio.Protocol):
             frame = self._codec_in.decode(event.data)
         except ProtocolError as error:
             self.close(f"protocol error: {error}")
-            self._on_frame = None
             return
-        self._on_frame(frame)
+        self._on_frame(self, frame)
 
     def _write(self) -> None:
         unsent, self._unsent = self._unsent, []
@@ -190,9 +206,7 @@ class Link(asyncio.Protocol):
         return PeerLostError(f"link closed during the handshake: {reason}")
 
 
-async def open_link(
-    address: str, settings: LinkSettings, on_frame: Callable[[WorkerFrame], None], on_closed: Callable[[str], None]
-) -> Link:
+async def open_link(address: str, settings: LinkSettings, on_frame: FrameSink, on_closed: ClosedSink) -> Link:
     """Connect to `http://host:port`. Frames may be delivered before this returns.
 
     Raises PeerLostError (unreachable, no answer in time), AuthenticationError (wrong secret), ProtocolError (not a link).

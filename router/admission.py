@@ -1,0 +1,120 @@
+"""Who gets in: API keys, the limit of open requests, the size of bodies, the length of prompts. Decided before any worker hears of a request."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from starlette.requests import ClientDisconnect, Request
+
+from pd_serve.errors import AuthenticationError, ContextLengthError, InvalidRequestError, OverloadedError, RequestError
+from pd_serve.observe import Metrics
+from router.pool import LinkedWorker
+
+
+class BodyTooLargeError(RequestError):
+    code = "request_too_large"
+    http_status = 413
+
+
+class Admission:
+    """Counts requests in progress; enter() and leave() come in pairs, by the same caller."""
+
+    def __init__(self, max_open: int, api_keys: tuple[str, ...], metrics: Metrics) -> None:
+        self._max_open = max_open
+        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._metrics = metrics
+        self.num_open = 0
+
+    def enter(self, authorization: str | None) -> None:
+        """Raises AuthenticationError or OverloadedError, having counted nothing."""
+        if self._api_keys and not bearer_matches(authorization, self._api_keys):
+            self._metrics.count("pd_serve_rejections_total", "api_key")
+            raise AuthenticationError("Incorrect API key provided" if authorization else "You did not provide an API key")
+        if self.num_open >= self._max_open:
+            self._metrics.count("pd_serve_rejections_total", "open_requests")
+            raise OverloadedError(f"{self.num_open} requests are in progress, which is the limit", retry_after_s=1.0)
+        self.num_open += 1
+
+    def leave(self) -> None:
+        self.num_open -= 1
+
+
+def bearer_matches(authorization: str | None, keys: Iterable[bytes]) -> bool:
+    """Compares with every key in constant time."""
+    scheme, _, given = (authorization or "").partition(" ")
+    is_bearer = scheme.lower() == "bearer"
+    given_bytes = given.strip().encode("utf-8", "surrogatepass")
+    matches = [hmac.compare_digest(given_bytes, key) for key in keys]
+    return is_bearer and any(matches)
+
+
+async def read_body(request: Request, max_nbytes: int) -> bytes:
+    """Raises BodyTooLargeError as soon as that is known, InvalidRequestError when the client goes away meanwhile."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > max_nbytes:
+        raise BodyTooLargeError(f"the body of {declared} bytes exceeds the limit of {max_nbytes}")
+    chunks: list[bytes] = []
+    nbytes = 0
+    try:
+        async for chunk in request.stream():
+            nbytes += len(chunk)
+            if nbytes > max_nbytes:
+                raise BodyTooLargeError(f"the body exceeds the limit of {max_nbytes} bytes")
+            chunks.append(chunk)
+    except ClientDisconnect as error:
+        raise InvalidRequestError("the client went away while sending the body") from error
+    return b"".join(chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What every linked worker can do, so that a request that is admitted can be served, and moved, anywhere."""
+
+    max_context_tokens: int
+    """Prompt + output; 0: not known yet."""
+    max_prompt_tokens: int
+    vocab_size: int
+
+    def check_prompt(self, token_ids: Sequence[int], param: str) -> None:
+        """Raises ContextLengthError or InvalidRequestError."""
+        if not token_ids:
+            raise InvalidRequestError(f"'{param}' is empty: there is nothing to continue", param)
+        if max(token_ids) >= self.vocab_size:
+            raise InvalidRequestError(f"'{param}' holds a token id that is not below the vocabulary size of {self.vocab_size}", param)
+        if self.max_context_tokens and len(token_ids) >= min(self.max_context_tokens, self.max_prompt_tokens):
+            longest = min(self.max_context_tokens, self.max_prompt_tokens)
+            raise ContextLengthError(
+                f"This model's maximum context length is {longest} tokens, but the prompt has {len(token_ids)} and leaves no room to answer",
+                param,
+            )
+
+    def output_budget(self, num_prompt_tokens: int, wanted: int | None) -> int:
+        """Tokens to generate: what was asked for, or all that fit. Raises ContextLengthError when what was asked for does not fit."""
+        if not self.max_context_tokens:
+            return wanted if wanted is not None else 2**20
+        room = self.max_context_tokens - num_prompt_tokens
+        if wanted is None:
+            return room
+        if wanted > room:
+            raise ContextLengthError(
+                f"This model's maximum context length is {self.max_context_tokens} tokens, but {num_prompt_tokens + wanted} were requested "
+                f"({num_prompt_tokens} in the prompt, {wanted} for the answer)",
+                "max_tokens",
+            )
+        return wanted
+
+
+def limits_of(workers: Iterable[LinkedWorker], configured_max_len: int, text_vocab_size: int) -> Limits:
+    """The least of all workers. `configured_max_len` (0: none) holds while no worker is linked, and always as an upper bound."""
+    contexts = [configured_max_len] if configured_max_len else []
+    prompts: list[int] = []
+    vocab_size: int | None = None
+    for worker in workers:
+        contexts.append(worker.welcome.max_model_len)
+        vocab_size = worker.welcome.vocab_size
+        if worker.has_reported:
+            (contexts if worker.can_decode else prompts).append(worker.num_pool_tokens)
+    context = min(contexts, default=0)
+    return Limits(context, min([context, *prompts]), text_vocab_size if vocab_size is None else vocab_size)

@@ -1,0 +1,37 @@
+"""Whether a worker may join: decided from its Welcome, before any request is sent there. Both values are named in every refusal."""
+
+from __future__ import annotations
+
+import msgspec
+
+from pd_serve.errors import IncompatibleError
+from pd_serve.ids import WorkerId
+from pd_serve.protocol.link import Welcome
+from pd_serve.wire import PROTOCOL_VERSION
+
+
+def check_compatible(welcome: Welcome, text_vocab_size: int, reference: Welcome | None, expected_id: WorkerId | None) -> None:
+    """`reference` is a worker that has already joined; requests may move from any worker to any other, so all must agree.
+
+    Raises IncompatibleError.
+    """
+    info = welcome.info
+    if expected_id is not None and info.peer.worker_id != expected_id:
+        raise IncompatibleError(f"{expected_id} registered this address, but {info.peer.worker_id} answers there")
+    _same("protocol version", info.protocol_version, PROTOCOL_VERSION, "this router")
+    if welcome.vocab_size < text_vocab_size:
+        raise IncompatibleError(f"vocabulary of {welcome.vocab_size} tokens, but the router's tokenizer has {text_vocab_size}")
+    if reference is None:
+        return
+    other = str(reference.info.peer)
+    _same("model fingerprint", info.model_fingerprint, reference.info.model_fingerprint, other)
+    _same("vocabulary size", welcome.vocab_size, reference.vocab_size, other)
+    _same("end-of-sequence ids", welcome.eos_token_ids, reference.eos_token_ids, other)
+    _same("transport", info.transport, reference.info.transport, other)
+    num_blocks = reference.info.layout.num_blocks
+    _same("KV layout", msgspec.structs.replace(info.layout, num_blocks=num_blocks), reference.info.layout, other)
+
+
+def _same(what: str, mine: object, theirs: object, whose: str) -> None:
+    if mine != theirs:
+        raise IncompatibleError(f"{what} {mine!r} here, {theirs!r} at {whose}")

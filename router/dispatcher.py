@@ -1,0 +1,386 @@
+"""Drives each choice's Lifecycle: finds workers, carries frames, keeps the queue, the deadlines and the load book. No text here.
+
+The life of a choice:  queued -> assigned -> tokens ... -> done, and back to queued (in its old place) on every move.
+
+The queue is first come, first served by arrival of the request, bounded by admission, and looked at again whenever a worker reports, joins,
+is lost or gives something back. What must stay true: a choice that is done is in no table here. Owned by the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pd_serve.errors import NoWorkerError, OverloadedError, PdServeError
+from pd_serve.ids import AttemptId, PeerId
+from pd_serve.observe import Metrics
+from pd_serve.protocol.link import (
+    Closed,
+    Failed,
+    FinishReason,
+    Load,
+    Open,
+    Prefill,
+    PrefillDone,
+    Refused,
+    Reserved,
+    RouterFrame,
+    Step,
+    TokenOutput,
+    WorkerFrame,
+)
+from pd_serve.protocol.sampling import SamplingParams
+from router.lifecycle import (
+    Action,
+    Assigned,
+    CancelRequested,
+    Emit,
+    Event,
+    Finished,
+    FrameArrived,
+    GaveUp,
+    Lifecycle,
+    LifecycleSettings,
+    MoveReason,
+    NeedAssignment,
+    Send,
+    TimedOut,
+    TokenArrived,
+    WorkerLost,
+)
+from router.load import LoadBook
+from router.policy.base import Demand, Policy, RoutingSettings, WorkerView, possible_routes
+from router.pool import LinkedWorker, WorkerPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DispatcherSettings:
+    lifecycle: LifecycleSettings
+    routing: RoutingSettings
+    queue_timeout_s: float
+    request_timeout_s: float
+    max_queued: int
+    share_prefix: bool
+    """Workers keep a prefix cache: further choices of a prompt follow the first to its decode worker."""
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One choice, as its reader sees it: tokens appear in `tokens`, then exactly one of `finish` and `error`; `wake` tells of each change."""
+
+    key: int
+    num_prompt_tokens: int
+    lifecycle: Lifecycle
+    max_tokens: int
+    wake: Callable[[], None]
+    tokens: list[TokenOutput] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: PdServeError | None = None
+    followers: tuple[Generation, ...] = ()
+    """Choices of the same prompt that wait for this one's first token, so that its KV is sent once."""
+    beside: PeerId | None = None
+    avoid: frozenset[PeerId] = frozenset()
+    reason: MoveReason = MoveReason.FIRST
+    is_queued: bool = False
+    attempt_id: AttemptId | None = None
+    charged: tuple[PeerId, ...] = ()
+    submitted_at: float = 0.0
+    last_token_at: float = 0.0
+    queue_timer: asyncio.TimerHandle | None = None
+    request_timer: asyncio.TimerHandle | None = None
+
+
+class Dispatcher:
+    """submit() -> the reader drains Generation.tokens -> done, or cancel(). Create within the event loop."""
+
+    def __init__(self, pool: WorkerPool, policy: Policy, settings: DispatcherSettings, metrics: Metrics) -> None:
+        self._pool = pool
+        self._policy = policy
+        self._settings = settings
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._book = LoadBook()
+        self._open: dict[int, Generation] = {}
+        self._by_attempt: dict[AttemptId, Generation] = {}
+        self._queue: list[tuple[int, Generation]] = []
+        self._num_queued = 0
+        self._keys = itertools.count(1)
+        self._attempt_ids = itertools.count(secrets.randbits(62))
+        self._first_token = metrics.histogram("pd_serve_time_to_first_token_seconds")
+        self._token_gap = metrics.histogram("pd_serve_inter_token_latency_seconds")
+        pool.on_frame = self._frame_arrived
+        pool.on_lost = self._worker_lost
+        pool.on_change = self._pump
+
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    @property
+    def num_queued(self) -> int:
+        return self._num_queued
+
+    def is_empty(self) -> bool:
+        """Nothing is left of any request."""
+        return not (self._open or self._by_attempt or self._num_queued) and self._book.is_empty()
+
+    def submit(self, token_ids: tuple[int, ...], samplings: tuple[SamplingParams, ...], wake: Callable[[], None]) -> tuple[Generation, ...]:
+        """Begin one choice per sampling of one prompt. Raises OverloadedError when it would have to wait and the queue is full."""
+        self._metrics.record("pd_serve_prompt_tokens_total", len(token_ids))
+        generations = tuple(self._new(token_ids, sampling, wake) for sampling in samplings)
+        first, rest = generations[0], generations[1:]
+        starting = generations
+        if rest and self._settings.share_prefix:
+            first.followers, starting = rest, generations[:1]
+        for generation in starting:
+            self._apply(generation, generation.lifecycle.start())
+        self._pump()
+        if self._num_queued > self._settings.max_queued and any(generation.is_queued for generation in starting):
+            for generation in generations:
+                self.cancel(generation)
+            self._metrics.count("pd_serve_rejections_total", "queue_full")
+            raise OverloadedError("too many requests are waiting for a worker", retry_after_s=1.0)
+        for generation in starting:
+            self._arm_queue_timer(generation)
+        return generations
+
+    def cancel(self, generation: Generation) -> None:
+        """The reader wants no more. Idempotent; both legs are told at once."""
+        if generation.key in self._open:
+            self._handle(generation, CancelRequested())
+            self._close(generation)
+            self._pump()
+
+    def close(self, error: PdServeError) -> None:
+        """End every choice with an error."""
+        for generation in list(self._open.values()):
+            self._apply(generation, (*generation.lifecycle.handle(CancelRequested(), self._loop.time()), GaveUp(error)))
+
+    # ---- events
+
+    def _frame_arrived(self, peer: PeerId, frame: WorkerFrame) -> None:
+        if isinstance(frame, Step):
+            self._step(peer, frame)
+        elif isinstance(frame, Load):
+            self._book.reported(peer, self._loop.time())
+        elif isinstance(frame, Reserved | Refused | PrefillDone | Failed | Closed):
+            self._attempt_frame(peer, frame)
+
+    def _step(self, peer: PeerId, frame: Step) -> None:
+        """The hot path: once per token."""
+        now = self._loop.time()
+        by_attempt = self._by_attempt
+        for token in frame.outputs:
+            generation = by_attempt.get(token.attempt_id)
+            if generation is None:
+                continue
+            actions = generation.lifecycle.handle(TokenArrived(peer, token), now)
+            if len(actions) == 1:
+                self._emit(generation, token, now)
+            elif actions:
+                self._apply(generation, actions)
+                self._pump()
+
+    def _attempt_frame(self, peer: PeerId, frame: Reserved | Refused | PrefillDone | Failed | Closed) -> None:
+        generation = self._by_attempt.get(frame.attempt_id)
+        if generation is None:
+            return
+        if isinstance(frame, Reserved):
+            self._book.told(generation.key, peer, self._loop.time())
+        elif isinstance(frame, PrefillDone):
+            self._book.prefilled(generation.key, peer)
+        elif isinstance(frame, Refused):
+            self._book.refused(peer)
+        self._handle(generation, FrameArrived(peer, frame))
+        self._pump()
+
+    def _worker_lost(self, peer: PeerId) -> None:
+        self._book.forget(peer)
+        for generation in list(self._open.values()):
+            if peer in generation.lifecycle.peers:
+                self._handle(generation, WorkerLost(peer))
+
+    def _handle(self, generation: Generation, event: Event) -> None:
+        self._apply(generation, generation.lifecycle.handle(event, self._loop.time()))
+
+    # ---- actions
+
+    def _apply(self, generation: Generation, actions: tuple[Action, ...]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer, frame):
+                    self._send(generation, peer, frame)
+                case Emit(token):
+                    self._emit(generation, token, self._loop.time())
+                case NeedAssignment(exclude, reason):
+                    self._enqueue(generation, exclude, reason)
+                case Finished(reason):
+                    generation.finish = reason
+                    self._metrics.record("pd_serve_request_seconds", self._loop.time() - generation.submitted_at)
+                    self._close(generation)
+                    generation.wake()
+                case GaveUp(error):
+                    generation.error = error
+                    self._close(generation)
+                    generation.wake()
+
+    def _send(self, generation: Generation, peer: PeerId, frame: RouterFrame) -> None:
+        if isinstance(frame, Prefill):
+            self._book.told(generation.key, peer, self._loop.time())
+        sent = self._pool.send(peer, frame)
+        if not sent and isinstance(frame, Open | Prefill):
+            self._loop.call_soon(self._handle, generation, WorkerLost(peer))
+
+    def _emit(self, generation: Generation, token: TokenOutput, now: float) -> None:
+        last = generation.last_token_at
+        generation.last_token_at = now
+        if last:
+            self._token_gap.observe(now - last)
+        else:
+            self._first_token.observe(now - generation.submitted_at)
+            self._arrived(generation)
+        generation.tokens.append(token)
+        generation.wake()
+
+    def _arrived(self, generation: Generation) -> None:
+        """The first token: the prompt is computed, and the decode worker has it."""
+        for peer in generation.charged:
+            self._book.prefilled(generation.key, peer)
+        followers, generation.followers = generation.followers, ()
+        if followers:
+            decode = generation.lifecycle.peers[:1]
+            for follower in followers:
+                follower.beside = decode[0] if decode else None
+                self._start_follower(follower)
+            self._loop.call_soon(self._pump)
+
+    def _start_follower(self, follower: Generation) -> None:
+        if follower.key in self._open:
+            self._apply(follower, follower.lifecycle.start())
+            self._arm_queue_timer(follower)
+
+    # ---- the queue
+
+    def _enqueue(self, generation: Generation, avoid: frozenset[PeerId], reason: MoveReason) -> None:
+        self._leave_workers(generation)
+        if reason is MoveReason.PREEMPTED:
+            for peer in avoid:
+                self._book.refused(peer)
+        if reason not in (MoveReason.FIRST, MoveReason.NO_CAPACITY):
+            self._metrics.count("pd_serve_moves_total", reason.value)
+            logger.info("choice %d moves (%s) with %d tokens so far", generation.key, reason.value, generation.lifecycle.num_output_tokens)
+            generation.beside = None
+        generation.avoid, generation.reason = avoid, reason
+        generation.is_queued = True
+        self._num_queued += 1
+        heapq.heappush(self._queue, (generation.key, generation))
+        if reason is not MoveReason.FIRST:
+            self._arm_queue_timer(generation)
+
+    def _pump(self) -> None:
+        """Assign whatever can be assigned now, oldest first."""
+        while self._queue:
+            generation = self._queue[0][1]
+            if not generation.is_queued:
+                heapq.heappop(self._queue)
+                continue
+            lifecycle = generation.lifecycle
+            num_tokens = generation.num_prompt_tokens + lifecycle.num_output_tokens
+            demand = Demand(num_tokens, generation.max_tokens - lifecycle.num_output_tokens, generation.avoid, generation.beside)
+            routes = possible_routes(demand, self._views(), self._settings.routing)
+            if not routes:
+                return
+            heapq.heappop(self._queue)
+            route = self._policy.choose(demand, routes)
+            self._unqueue(generation)
+            prefill = None if route.prefill is None else route.prefill.peer
+            self._book.charge(generation.key, prefill, route.decode.peer, num_tokens)
+            generation.charged = (route.decode.peer,) if prefill is None else (prefill, route.decode.peer)
+            self._metrics.count("pd_serve_routing_decisions_total", route.kind.value, route.reason)
+            actions = lifecycle.handle(Assigned(prefill, route.decode.peer), self._loop.time())
+            generation.attempt_id = lifecycle.attempt_id
+            if generation.attempt_id is not None:
+                self._by_attempt[generation.attempt_id] = generation
+            self._apply(generation, actions)
+
+    def _views(self) -> tuple[WorkerView, ...]:
+        return tuple(self._view(worker) for worker in self._pool.workers if worker.is_available)
+
+    def _view(self, worker: LinkedWorker) -> WorkerView:
+        peer, load = worker.peer, worker.load
+        return WorkerView(
+            peer=peer,
+            role=load.role,
+            max_model_len=worker.welcome.max_model_len,
+            num_pool_tokens=worker.num_pool_tokens,
+            num_free_tokens=self._book.free_tokens(peer, load, worker.welcome.info.layout.block_size),
+            prefill_backlog_tokens=self._book.prefill_backlog_tokens(peer, load),
+            decode_tokens=self._book.decode_tokens(peer, load),
+            num_sequences=self._book.num_sequences(peer, load),
+            joined=worker.joined,
+            is_joining=self._pool.is_joining(worker),
+        )
+
+    def _unqueue(self, generation: Generation) -> None:
+        if generation.is_queued:
+            generation.is_queued = False
+            self._num_queued -= 1
+        if generation.queue_timer is not None:
+            generation.queue_timer.cancel()
+            generation.queue_timer = None
+
+    # ---- beginning and end
+
+    def _new(self, token_ids: tuple[int, ...], sampling: SamplingParams, wake: Callable[[], None]) -> Generation:
+        lifecycle = Lifecycle(self._settings.lifecycle, token_ids, sampling, self._new_attempt_id)
+        generation = Generation(next(self._keys), len(token_ids), lifecycle, sampling.max_tokens, wake)
+        generation.submitted_at = self._loop.time()
+        generation.request_timer = self._loop.call_later(self._settings.request_timeout_s, self._timed_out, generation)
+        self._open[generation.key] = generation
+        return generation
+
+    def _new_attempt_id(self) -> AttemptId:
+        return AttemptId(next(self._attempt_ids))
+
+    def _arm_queue_timer(self, generation: Generation) -> None:
+        if generation.is_queued and generation.queue_timer is None:
+            generation.queue_timer = self._loop.call_later(self._settings.queue_timeout_s, self._timed_out, generation)
+
+    def _timed_out(self, generation: Generation) -> None:
+        if generation.key in self._open:
+            self._handle(generation, TimedOut())
+            self._pump()
+
+    def _leave_workers(self, generation: Generation) -> None:
+        if generation.attempt_id is not None:
+            self._by_attempt.pop(generation.attempt_id, None)
+            generation.attempt_id = None
+        self._book.release(generation.key, generation.charged)
+        generation.charged = ()
+
+    def _close(self, generation: Generation) -> None:
+        """Idempotent: out of every table. Followers of a choice that never had a token end as it did."""
+        if self._open.pop(generation.key, None) is None:
+            return
+        was_queued = generation.is_queued
+        self._unqueue(generation)
+        if was_queued and len(self._queue) > 2 * self._num_queued + 16:
+            self._queue = [entry for entry in self._queue if entry[1].is_queued]
+            heapq.heapify(self._queue)
+        self._leave_workers(generation)
+        self._metrics.record("pd_serve_generated_tokens_total", generation.lifecycle.num_output_tokens)
+        if generation.request_timer is not None:
+            generation.request_timer.cancel()
+            generation.request_timer = None
+        followers, generation.followers = generation.followers, ()
+        for follower in followers:
+            if follower.key in self._open:
+                error = generation.error or NoWorkerError("the first choice of this prompt did not begin")
+                self._apply(follower, (*follower.lifecycle.handle(CancelRequested(), self._loop.time()), GaveUp(error)))

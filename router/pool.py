@@ -1,0 +1,361 @@
+"""The workers this router knows: registration, one link to each with reconnection, what they report, and who may work with whom.
+
+A worker is (id, incarnation). A worker's address comes from its registration (every heartbeat) or from `router.workers`; the link tells the
+rest. A link that ends or falls silent is a lost worker for every request on it; the address is tried again until another incarnation takes
+the name or registration has ceased. Owned by the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import msgspec
+
+from pd_serve.errors import IncompatibleError, PdServeError
+from pd_serve.ids import Incarnation, PeerId, WorkerId
+from pd_serve.observe import Metrics
+from pd_serve.protocol.client import Link, LinkSettings, open_link
+from pd_serve.protocol.control import BlockStatus, PeerLaneStatus, RegisterWorker, WorkerStatus
+from pd_serve.protocol.link import BlockCounts, Load, Peers, PeerStatus, Role, RouterFrame, Welcome, WorkerFrame
+from router.compatibility import check_compatible
+
+logger = logging.getLogger(__name__)
+
+MIN_BACKOFF_S = 0.05
+MAX_BACKOFF_S = 2.0
+FORGET_AFTER_S = 60.0
+"""An address that neither registers nor answers for this long is forgotten (configured ones never are)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PoolSettings:
+    link: LinkSettings
+    worker_timeout_s: float
+    join_grace_s: float
+    """Seconds after a link came up in which missing joins may still succeed."""
+    text_vocab_size: int
+    """Tokens the router's tokenizer can produce; a model with fewer is refused."""
+
+
+@dataclass(slots=True)
+class LinkedWorker:
+    """A worker with a live link that has been welcomed, reported its load and was found compatible."""
+
+    peer: PeerId
+    address: str
+    link: Link
+    welcome: Welcome
+    load: Load
+    linked_at: float
+    peer_status: PeerStatus = field(default_factory=lambda: PeerStatus(()))
+    joined: frozenset[PeerId] = frozenset()
+
+    @property
+    def has_reported(self) -> bool:
+        return self.load.blocks.total > 0
+
+    @property
+    def is_available(self) -> bool:
+        """Takes new requests."""
+        return self.has_reported and not self.load.draining
+
+    @property
+    def can_decode(self) -> bool:
+        return self.load.role is not Role.PREFILL
+
+    @property
+    def num_pool_tokens(self) -> int:
+        return self.load.blocks.total * self.welcome.info.layout.block_size
+
+
+@dataclass(slots=True)
+class _Address:
+    """One place where a worker is, or should be."""
+
+    url: str
+    is_configured: bool
+    expected: PeerId | None
+    last_registered_at: float
+    task: asyncio.Task[None] | None = None
+    worker: LinkedWorker | None = None
+    link: Link | None = None
+    refusal: str = ""
+
+
+class WorkerPool:
+    """start() -> frames and losses to the callbacks -> close().
+
+    on_frame gets every frame about an attempt, and every Load; on_lost each linked worker that went; on_change is called whenever who can
+    take what may have changed.
+    """
+
+    def __init__(self, settings: PoolSettings, metrics: Metrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        self._addresses: dict[str, _Address] = {}
+        self._workers: dict[PeerId, LinkedWorker] = {}
+        self._is_closing = False
+        self.on_frame: Callable[[PeerId, WorkerFrame], None] = lambda peer, frame: None
+        self.on_lost: Callable[[PeerId], None] = lambda peer: None
+        self.on_change: Callable[[], None] = lambda: None
+
+    # ---- for the dispatcher and the API
+
+    @property
+    def workers(self) -> tuple[LinkedWorker, ...]:
+        return tuple(self._workers.values())
+
+    def get(self, peer: PeerId) -> LinkedWorker | None:
+        return self._workers.get(peer)
+
+    def send(self, peer: PeerId, frame: RouterFrame) -> bool:
+        """False: no live link; on_lost has come or is about to."""
+        worker = self._workers.get(peer)
+        return worker is not None and worker.link.send(frame)
+
+    def is_joining(self, worker: LinkedWorker) -> bool:
+        return asyncio.get_running_loop().time() - worker.linked_at < self._settings.join_grace_s
+
+    def statuses(self) -> tuple[WorkerStatus, ...]:
+        linked = tuple(_status(worker) for worker in self._workers.values())
+        return tuple(sorted(linked, key=lambda status: status.id))
+
+    def refusals(self) -> tuple[str, ...]:
+        """Why workers that answered are not used."""
+        return tuple(address.refusal for address in self._addresses.values() if address.refusal)
+
+    # ---- registration
+
+    def start(self, addresses: tuple[str, ...]) -> None:
+        for url in addresses:
+            self._follow(url.rstrip("/"), None, is_configured=True)
+
+    def register(self, worker: RegisterWorker) -> bool:
+        """Idempotent. True when a live link to this very incarnation is up."""
+        peer = PeerId(WorkerId(worker.worker_id), Incarnation(worker.incarnation))
+        url = worker.address.rstrip("/")
+        for address in list(self._addresses.values()):
+            known = address.expected or (address.worker.peer if address.worker else None)
+            if known is not None and known.worker_id == peer.worker_id and known != peer and address.url != url:
+                self._unfollow(address, f"{peer} has taken its name")
+        self._follow(url, peer, is_configured=False)
+        linked = self._workers.get(peer)
+        return linked is not None
+
+    async def close(self) -> None:
+        """Close every link (workers cancel what this router had there) and stop reconnecting. Idempotent."""
+        self._is_closing = True
+        tasks = [address.task for address in self._addresses.values() if address.task is not None]
+        for address in list(self._addresses.values()):
+            self._unfollow(address, "the router is closing")
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _follow(self, url: str, peer: PeerId | None, is_configured: bool) -> None:
+        if self._is_closing:
+            return
+        now = asyncio.get_running_loop().time()
+        address = self._addresses.get(url)
+        if address is None:
+            address = self._addresses[url] = _Address(url, is_configured, peer, now)
+            address.task = asyncio.create_task(self._keep_linked(address), name=f"link {url}")
+            return
+        address.last_registered_at = now
+        if peer is not None and address.expected != peer:
+            address.expected = peer
+            if address.worker is not None and address.worker.peer != peer and address.link is not None:
+                address.link.close(f"{peer} is at its address now")
+
+    def _unfollow(self, address: _Address, reason: str) -> None:
+        self._addresses.pop(address.url, None)
+        if address.link is not None:
+            address.link.close(reason)
+        if address.task is not None:
+            address.task.cancel()
+
+    # ---- links
+
+    async def _keep_linked(self, address: _Address) -> None:
+        """The life of one address: connect, live, lose, again. A task root."""
+        backoff_s = MIN_BACKOFF_S
+        try:
+            while not self._is_closing:
+                began_at = asyncio.get_running_loop().time()
+                reason = await self._one_link(address)
+                now = asyncio.get_running_loop().time()
+                backoff_s = MIN_BACKOFF_S if now - began_at > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
+                logger.log(logging.DEBUG if backoff_s >= MAX_BACKOFF_S else logging.INFO, "no link to %s: %s", address.url, reason)
+                if not address.is_configured and now - max(address.last_registered_at, began_at if address.refusal else 0) > FORGET_AFTER_S:
+                    self._addresses.pop(address.url, None)
+                    return
+                await asyncio.sleep(MAX_BACKOFF_S if address.refusal else backoff_s)
+        except asyncio.CancelledError:
+            raise
+        except Exception:
+            logger.exception("the keeper of %s failed", address.url)
+            self._addresses.pop(address.url, None)
+        finally:
+            if address.link is not None:
+                address.link.close("no longer followed")
+
+    async def _one_link(self, address: _Address) -> str:
+        """Connect and stay until the link ends. Returns why."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[str] = loop.create_future()
+
+        def on_closed(link: Link, reason: str) -> None:
+            self._link_ended(address, link, reason)
+            if not ended.done():
+                ended.set_result(reason)
+
+        try:
+            link = await open_link(address.url, self._settings.link, partial(self._frame_arrived, address), on_closed)
+        except PdServeError as error:
+            return error.message
+        address.link = link
+        watch = loop.call_later(self._settings.worker_timeout_s, self._watch, address, link)
+        try:
+            return await ended
+        finally:
+            watch.cancel()
+
+    def _watch(self, address: _Address, link: Link) -> None:
+        """Suspect a worker from which nothing was heard; re-arms itself while the link lives."""
+        if address.link is not link:
+            return
+        loop = asyncio.get_running_loop()
+        silent_s = loop.time() - link.last_heard_at
+        if silent_s >= self._settings.worker_timeout_s:
+            logger.warning("%s: nothing heard for %.1f s, taken for lost", address.url, silent_s)
+            link.abort("silent")
+            self._link_ended(address, link, "silent")
+            return
+        loop.call_later(self._settings.worker_timeout_s - silent_s, self._watch, address, link)
+
+    def _link_ended(self, address: _Address, link: Link, reason: str) -> None:
+        if address.link is link:
+            address.link = None
+        worker = address.worker
+        if worker is None or worker.link is not link:
+            return
+        address.worker = None
+        del self._workers[worker.peer]
+        if not self._is_closing:
+            self._metrics.count("pd_serve_lost_links_total")
+            logger.warning("lost %s at %s: %s", worker.peer, address.url, reason)
+        self._export_workers()
+        self.on_lost(worker.peer)
+        self._broadcast_peers()
+        self.on_change()
+
+    # ---- frames
+
+    def _frame_arrived(self, address: _Address, link: Link, frame: WorkerFrame) -> None:
+        worker = address.worker
+        if worker is None or worker.link is not link:
+            self._first_frame(address, link, frame)
+        elif isinstance(frame, Load):
+            changed = frame.role is not worker.load.role
+            worker.load = frame
+            if changed:
+                self._export_workers()
+                self._broadcast_peers()
+            self.on_frame(worker.peer, frame)
+            self.on_change()
+        elif isinstance(frame, PeerStatus):
+            worker.peer_status = frame
+            worker.joined = frozenset(state.peer for state in frame.states if state.joined)
+            self.on_change()
+        elif isinstance(frame, Welcome):
+            self._refuse(address, link, "sent a second Welcome")
+        else:
+            self.on_frame(worker.peer, frame)
+
+    def _first_frame(self, address: _Address, link: Link, frame: WorkerFrame) -> None:
+        if not isinstance(frame, Welcome):
+            self._refuse(address, link, f"began with {type(frame).__name__} instead of Welcome")
+            return
+        expected_id = address.expected.worker_id if address.expected else None
+        try:
+            check_compatible(frame, self._settings.text_vocab_size, self._reference(), expected_id)
+        except IncompatibleError as error:
+            self._metrics.count("pd_serve_refused_workers_total")
+            self._refuse(address, link, error.message)
+            return
+        peer = frame.info.peer
+        twin = next((worker for worker in self._workers.values() if worker.peer.worker_id == peer.worker_id), None)
+        if twin is not None:
+            if twin.peer == peer:
+                self._refuse(address, link, f"{peer} is already linked at {twin.address}")
+                return
+            twin.link.abort(f"{peer} has taken its name")
+            self._link_ended(self._addresses.get(twin.address, address), twin.link, f"{peer} has taken its name")
+        load = Load(0, frame.info.role, True, _NO_BLOCKS, 0, 0, 0, 0, 0)  # draining: nothing is sent there before its first own Load
+        address.refusal, address.expected, address.link = "", peer, link
+        address.worker = self._workers[peer] = LinkedWorker(peer, address.url, link, frame, load, asyncio.get_running_loop().time())
+        logger.info("linked to %s (%s) at %s", peer, frame.info.role.value, address.url)
+        self._export_workers()
+        self._broadcast_peers()
+
+    def _reference(self) -> Welcome | None:
+        return next((worker.welcome for worker in self._workers.values()), None)
+
+    def _refuse(self, address: _Address, link: Link, reason: str) -> None:
+        if reason != address.refusal:
+            logger.error("refused the worker at %s: %s", address.url, reason)
+        address.refusal = reason
+        link.close(reason)
+
+    def _broadcast_peers(self) -> None:
+        frame = Peers(tuple(msgspec.structs.replace(worker.welcome.info, role=worker.load.role) for worker in self._workers.values()))
+        for worker in self._workers.values():
+            worker.link.send(frame)
+
+    def _export_workers(self) -> None:
+        for role in Role:
+            count = sum(worker.load.role is role for worker in self._workers.values())
+            self._metrics.record("pd_serve_linked_workers", count, role.value)
+
+
+_NO_BLOCKS = BlockCounts(0, 0, 0, 0, 0)
+
+
+def _status(worker: LinkedWorker) -> WorkerStatus:
+    load, welcome = worker.load, worker.welcome
+    blocks = BlockStatus(
+        total=load.blocks.total,
+        free=load.blocks.free,
+        cached=load.blocks.cached,
+        leased=load.blocks.leased,
+        quarantined=load.blocks.quarantined,
+    )
+    peers = tuple(
+        PeerLaneStatus(
+            peer=str(state.peer),
+            joined=state.joined,
+            lane=state.lane,
+            one_sided=state.one_sided,
+            bandwidth_bytes_per_s=state.bandwidth,
+            detail=state.detail,
+        )
+        for state in worker.peer_status.states
+    )
+    return WorkerStatus(
+        id=worker.peer.worker_id,
+        role=load.role,
+        incarnation=worker.peer.incarnation,
+        address=worker.address,
+        pid=welcome.pid,
+        rank_pids=welcome.rank_pids,
+        ready=worker.is_available,
+        draining=load.draining and worker.has_reported,
+        blocks=blocks,
+        leases=load.leases,
+        running=load.running,
+        waiting=load.waiting,
+        prefill_queue_tokens=load.prefill_queue_tokens,
+        peers=peers,
+    )
