@@ -52,21 +52,19 @@ def advertised_host(listen_host: str, advertise: str, routers: Sequence[str]) ->
     return socket.gethostname()
 
 
-def listening_socket(host: str, port: int) -> socket.socket:
-    """Bound and listening, so that nobody else gets the port before the server starts. The caller closes it. Raises ConfigError."""
+def bound_socket(host: str, port: int) -> socket.socket:
+    """Bound, not listening; nobody else gets the port while it is open. The caller closes it. Raises ConfigError, one line."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}: {error.strerror}") from error
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
-        bound.listen(2048)
     except OSError as error:
         bound.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
-    bound.set_inheritable(False)
     return bound
 
 

@@ -21,7 +21,9 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Type of weights, activations and KV")
     max_len: int = Field(0, ge=0, description="Longest prompt + output in tokens; 0: what the model was trained for")
     cache_dir: str = Field("", description="Folder for converted models; empty: the user's cache folder")
-    load_format: Literal["auto", "random"] = Field("auto", description="`random` fills the weights from a seed: benchmarks without a checkpoint")
+    load_format: Literal["auto", "random"] = Field(
+        "auto", description="`random` fills the weights from a seed: benchmarks without a checkpoint"
+    )
 
 
 class KVConfig(Section):
@@ -31,7 +33,9 @@ class KVConfig(Section):
     gpu_memory_fraction: float = Field(0.85, gt=0, lt=1, description="Share of free GPU memory for the pool when num_blocks is 0 (CUDA)")
     prefix_cache: bool = Field(True, description="Keep finished blocks and reuse them for equal prefixes")
     headroom_tokens: int = Field(64, ge=0, description="Output tokens per sequence that admission reserves room for")
-    quarantine_fence_share: float = Field(0.25, gt=0, le=1, description="Quarantined share of the pool above which a silent peer is fenced by force")
+    quarantine_fence_share: float = Field(
+        0.25, gt=0, le=1, description="Quarantined share of the pool above which a silent peer is fenced by force"
+    )
 
 
 class EngineConfig(Section):
@@ -46,12 +50,16 @@ class EngineConfig(Section):
 
 class TransportConfig(Section):
     name: str = Field("ucx", description="Transport: ucx, loopback (one process, tests), faulty (tests)")
-    binding: Literal["auto", "ucxpy", "libucp"] = Field("auto", description="UCX binding: ucx-py, or libucp through ctypes; auto prefers ucx-py")
+    binding: Literal["auto", "ucxpy", "libucp"] = Field(
+        "auto", description="UCX binding: ucx-py, or libucp through ctypes; auto prefers ucx-py"
+    )
     lanes: Literal["auto", "shm", "tcp", "rdma"] = Field("auto", description="Restrict the lanes that may be used")
     min_bandwidth: float = Field(0.0, ge=0, description="Bytes per second of the probe at join below which a peer is refused; 0: any")
     join_timeout_s: float = Field(5.0, gt=0, description="Seconds in which a peer must answer the hello")
     probe_bytes: int = Field(1 << 20, ge=4096, description="Bytes written to measure the lane at join")
-    hard_fence_after_s: float = Field(10.0, gt=0, description="Seconds a lost or silent local writer may hold quarantined blocks before its process is ended")
+    hard_fence_after_s: float = Field(
+        10.0, gt=0, description="Seconds a lost or silent local writer may hold quarantined blocks before its process is ended"
+    )
     verify: bool = Field(False, description="Digest of every transferred block in the completion record, checked by decode")
 
 
@@ -73,7 +81,9 @@ class RouterConfig(Section):
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI endpoint; 0: a free one")
     workers: tuple[str, ...] = Field((), description="Worker addresses to link to besides those that register")
     policy: Literal["round_robin", "least_tokens"] = Field("least_tokens", description="How workers are chosen")
-    local_prefill_max_tokens: int = Field(0, ge=0, description="Prompts with at most this many uncached tokens are prefilled where they decode")
+    local_prefill_max_tokens: int = Field(
+        0, ge=0, description="Prompts with at most this many uncached tokens are prefilled where they decode"
+    )
     max_open_requests: int = Field(2048, ge=1, description="Requests in progress above which clients get 429")
     max_queued_requests: int = Field(1024, ge=0, description="Requests waiting for a worker above which clients get 429")
     queue_timeout_s: float = Field(30.0, gt=0, description="Seconds a request waits for a worker before 503")
@@ -103,7 +113,9 @@ class LaunchConfig(Section):
     colocated: int = Field(0, ge=0, description="Workers for both phases that `pd-serve up` starts")
     restart: bool = Field(False, description="Start a process that died again, with back-off")
     ready_timeout_s: float = Field(300.0, gt=0, description="Seconds in which everything must be ready after the start")
-    run_dir: str = Field("", description="Folder for logs and resolved settings of the processes; empty: a new one under the temporary folder")
+    run_dir: str = Field(
+        "", description="Folder for logs and resolved settings of the processes; empty: a new one under the temporary folder"
+    )
 
 
 class Config(Section):

@@ -21,7 +21,7 @@ from typing import Any
 import uvicorn
 import uvloop
 
-from pd_serve.addresses import advertised_host, http_address, listening_socket, require_secret_beyond_loopback
+from pd_serve.addresses import advertised_host, bound_socket, http_address, require_secret_beyond_loopback
 from pd_serve.clock import MonotonicClock
 from pd_serve.config import Config
 from pd_serve.config_sources import settings_lines
@@ -61,12 +61,14 @@ LOADING_STOP_GRACE_S = 1.0
 LAST_FRAMES_S = 1.0
 """Seconds in which the last frames of a rank that has ended are read."""
 TRACES_TIMEOUT_S = 5.0
+LISTEN_BACKLOG = 256
 
 
 def serve_worker(config: Config, role: Role, rank_command: tuple[str, ...] = RANK_COMMAND) -> int:
     """Run a worker in the foreground until it is stopped; returns the exit code. Raises ConfigError before anything is started."""
     require_secret_beyond_loopback(config.worker.host, config.security.cluster_secret)
-    with listening_socket(config.worker.host, config.worker.port) as listener:
+    with bound_socket(config.worker.host, config.worker.port) as listener:
+        listener.listen(LISTEN_BACKLOG)
         config = _resolved(config, role, listener.getsockname()[1])
         setup_logging(config.observe.log_level, config.observe.log_format, config.worker.id, _secrets(config))
         for line in settings_lines(config):

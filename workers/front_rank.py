@@ -1,14 +1,13 @@
 """The rank process as its front sees it: started here, spoken to over a Unix socket, and never left behind.
 
 Owned by the front's event loop. The rank gets a session of its own, so that a Ctrl-C reaches the front alone and stopping keeps its order.
-The kernel kills it when the front dies (PR_SET_PDEATHSIG), whatever the rank is doing then. The folder with the socket and the settings
+The kernel kills it when the front dies (child_process.py), whatever the rank is doing then. The folder with the socket and the settings
 goes with `close`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import shutil
 import signal
@@ -19,6 +18,7 @@ from collections.abc import AsyncIterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from pd_serve.child_process import die_with_parent
 from pd_serve.config import Config
 from pd_serve.cores import parse_cores
 from pd_serve.errors import ProtocolError
@@ -29,8 +29,6 @@ from workers.rank_spec import RankSpec
 
 RANK_COMMAND = (sys.executable, "-m", "workers.rank")
 _LENGTH = struct.Struct("<I")
-_PR_SET_PDEATHSIG = 1
-_LIBC = ctypes.CDLL(None, use_errno=True)
 
 
 class RankProcess:
@@ -137,9 +135,7 @@ class RankProcess:
 
 
 def _prepare_child(parent_pid: int, cores: frozenset[int]) -> None:
-    """In the child, before exec: stay on the given cores, die with the parent (the check closes the gap in which it died before this)."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os._exit(1)
+    """In the child, before exec."""
+    die_with_parent(parent_pid, signal.SIGKILL)
     if cores:
         os.sched_setaffinity(0, cores)

@@ -1,0 +1,110 @@
+"""`pd-serve status`: a live table of a router's workers, or the same as JSON (names as in protocol/control.py: scripts rely on them)."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import httpx
+from pydantic import ValidationError
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from pd_serve.cli.http import EndpointError, refused, unreachable
+from pd_serve.config_sources import env_name
+from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PeerLaneStatus, RouterStatus, WorkerStatus
+
+_BAR_WIDTH = 12
+
+
+def show_status(router: str, as_json: bool, once: bool, interval_s: float) -> int:
+    """Raises EndpointError when the router cannot be asked."""
+    url = router.rstrip("/")
+    secret = os.environ.get(env_name("security.cluster_secret"), "")
+    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    console = Console(highlight=False)
+    with httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False) as client:
+        status = _ask(client, url)
+        if as_json:
+            print(status.model_dump_json())
+            return 0
+        if once or not console.is_terminal:
+            console.print(render(url, status))
+            return 0
+        try:
+            with Live(render(url, status), console=console, auto_refresh=False) as live:
+                while True:
+                    time.sleep(interval_s)
+                    try:
+                        live.update(render(url, _ask(client, url)), refresh=True)
+                    except EndpointError as error:
+                        live.update(Text(error.message, style="red"), refresh=True)
+        except KeyboardInterrupt:
+            return 0
+
+
+def render(url: str, status: RouterStatus) -> RenderableType:
+    head = Text.assemble(
+        ("router ", "dim"),
+        url,
+        ("   model ", "dim"),
+        status.model or "none yet",
+        ("   open ", "dim"),
+        str(status.open_requests),
+        ("   queued ", "dim"),
+        str(status.queued_requests),
+    )
+    table = Table(header_style="bold")
+    for header in ("worker", "role", "state", "running", "waiting", "to prefill", "leases", "KV blocks in use", "peers"):
+        table.add_column(header, justify="right" if header in ("running", "waiting", "to prefill", "leases") else "left")
+    for worker in sorted(status.workers, key=lambda worker: (worker.role.value, worker.id)):
+        counts = (worker.running, worker.waiting, worker.prefill_queue_tokens, worker.leases)
+        table.add_row(
+            worker.id, worker.role.value, _state(worker), *(str(count) for count in counts), _blocks(worker.blocks), _peers(worker.peers)
+        )
+    return Group(head, table) if status.workers else Group(head, Text("no workers: start some with pd-serve prefill | decode | colocated"))
+
+
+def _ask(client: httpx.Client, url: str) -> RouterStatus:
+    try:
+        reply = client.get(STATUS_PATH)
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        raise unreachable(url, error) from error
+    if reply.status_code != httpx.codes.OK:
+        raise refused(url, reply.status_code, reply.text)
+    try:
+        return RouterStatus.model_validate_json(reply.content)
+    except ValidationError as error:
+        raise EndpointError(f"{url} is not a pd-serve router of this version") from error
+
+
+def _state(worker: WorkerStatus) -> Text:
+    if worker.draining:
+        return Text("draining", style="yellow")
+    return Text("ready", style="green") if worker.ready else Text("not ready", style="red")
+
+
+def _blocks(blocks: BlockStatus) -> Text:
+    """In use by anyone, cached ones apart: those can be had at once."""
+    if blocks.total == 0:
+        return Text("-")
+    in_use = blocks.total - blocks.free - blocks.cached
+    filled = round(_BAR_WIDTH * in_use / blocks.total)
+    cached = min(_BAR_WIDTH - filled, round(_BAR_WIDTH * blocks.cached / blocks.total))
+    text = Text.assemble(("█" * filled, "blue"), ("▒" * cached, "cyan"), ("░" * (_BAR_WIDTH - filled - cached), "dim"))
+    text.append(f" {in_use}/{blocks.total}")
+    if blocks.cached:
+        text.append(f" +{blocks.cached} cached", style="dim")
+    if blocks.quarantined:
+        text.append(f" {blocks.quarantined} quarantined", style="yellow")
+    return text
+
+
+def _peers(peers: tuple[PeerLaneStatus, ...]) -> Text:
+    lanes: dict[str, int] = {}
+    for peer in peers:
+        lane = peer.lane if peer.joined else "not joined"
+        lanes[lane] = lanes.get(lane, 0) + 1
+    return Text(", ".join(f"{count} {lane}" for lane, count in sorted(lanes.items())) or "-")
