@@ -1,0 +1,66 @@
+"""What attends over the paged KV pool. One implementation per file beside this one; the runner plans once per step, layers only attend.
+
+Every implementation keeps the invariance rules (they make output independent of batch, chunk and block order):
+  1. Which kernel a token takes depends on its sequence's phase, never on how many tokens of it are in the step.
+  2. The shape a kernel sees depends on a token's absolute position, never on the other sequences or on where a chunk begins.
+  3. What lies in the pool beyond a sequence's length has no influence, not even if it is no number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from torch import Tensor
+
+from pd_serve.engine.batch import Phase
+
+PlanT = TypeVar("PlanT")
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionGeometry:
+    num_heads: int
+    """Query heads; each group of num_heads / num_kv_heads of them shares one KV head."""
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    max_len: int
+
+    @property
+    def scale(self) -> float:
+        scale: float = self.head_dim**-0.5
+        return scale
+
+
+@dataclass(frozen=True, slots=True)
+class QuerySpan:
+    """One sequence's rows among the tokens of a step."""
+
+    phase: Phase
+    first_row: int
+    start: int
+    """Absolute position of the first query."""
+    num_queries: int
+    """1 for decode."""
+    block_table: tuple[int, ...]
+
+    @property
+    def context_len(self) -> int:
+        """Keys that the last query sees, itself included."""
+        return self.start + self.num_queries
+
+
+class AttentionBackend(Protocol[PlanT]):
+    def plan(self, spans: Sequence[QuerySpan]) -> PlanT:
+        """Everything that is the same for all layers of a step. `spans` cover its rows in order: decode first, by growing context."""
+        ...
+
+    def attend(self, queries: Tensor, slab: Tensor, plan: PlanT) -> Tensor:
+        """Causal attention of `queries` [num_tokens, num_heads, head_dim], rotated, over the sequences' blocks in `slab`
+        [num_blocks, 2, block_size, num_kv_heads, head_dim], which already hold the step's own keys and values.
+
+        Returns [num_tokens, num_heads * head_dim].
+        """
+        ...

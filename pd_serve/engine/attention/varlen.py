@@ -1,0 +1,94 @@
+"""Paged attention on CUDA through torch's own varlen kernel (torch >= 2.13): block table, grouped heads, fixed split. NOT YET RUN ON A GPU.
+
+`num_splits=1` is what torch documents for results that do not depend on the batch. Decode and prefill are two calls (base.py, rule 1).
+The kernel's older releases wanted pages of a multiple of 256 tokens; whether this one does is to be tested first on hardware.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
+from pd_serve.engine.batch import Phase
+
+VarlenKernel = Callable[..., Any]
+"""torch.nn.attention.varlen.varlen_attn, or the reference that tests put in its place."""
+
+
+@dataclass(frozen=True, slots=True)
+class _VarlenCall:
+    """One kernel call over consecutive rows."""
+
+    first_row: int
+    past_row: int
+    cumulative_queries: Tensor
+    """[num_sequences + 1] int32"""
+    context_lens: Tensor
+    """[num_sequences] int32"""
+    block_table: Tensor
+    """[num_sequences, max_blocks] int32, unused tail 0"""
+    max_queries: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class VarlenPlan:
+    calls: tuple[_VarlenCall, ...]
+
+
+class VarlenAttention:
+    def __init__(self, geometry: AttentionGeometry, device: torch.device, kernel: VarlenKernel) -> None:
+        self._geometry = geometry
+        self._device = device
+        self._kernel = kernel
+
+    def plan(self, spans: Sequence[QuerySpan]) -> VarlenPlan:
+        phases = ([span for span in spans if span.phase is phase] for phase in (Phase.DECODE, Phase.PREFILL))
+        return VarlenPlan(tuple(self._plan_call(members) for members in phases if members))
+
+    def attend(self, queries: Tensor, slab: Tensor, plan: VarlenPlan) -> Tensor:
+        keys, values = slab.unbind(1)
+        parts = [
+            self._kernel(
+                queries[call.first_row : call.past_row],
+                keys,
+                values,
+                call.cumulative_queries,
+                None,
+                call.max_queries,
+                call.max_context,
+                scale=self._geometry.scale,
+                window_size=(-1, 0),
+                enable_gqa=self._geometry.num_heads != self._geometry.num_kv_heads,
+                seqused_k=call.context_lens,
+                block_table=call.block_table,
+                num_splits=1,
+            )
+            for call in plan.calls
+        ]
+        out: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out.reshape(out.shape[0], -1)
+
+    def _plan_call(self, spans: Sequence[QuerySpan]) -> _VarlenCall:
+        context_lens = np.array([span.context_len for span in spans], dtype=np.int32)
+        block_counts = -(-context_lens // self._geometry.block_size)
+        table = np.zeros((len(spans), int(block_counts.max())), dtype=np.int32)
+        for row, (span, count) in enumerate(zip(spans, block_counts, strict=True)):
+            table[row, :count] = span.block_table[:count]
+        cumulative = np.zeros(len(spans) + 1, dtype=np.int32)
+        np.cumsum([span.num_queries for span in spans], out=cumulative[1:])
+        return _VarlenCall(
+            first_row=spans[0].first_row,
+            past_row=spans[-1].first_row + spans[-1].num_queries,
+            cumulative_queries=torch.from_numpy(cumulative).to(self._device, non_blocking=True),
+            context_lens=torch.from_numpy(context_lens).to(self._device, non_blocking=True),
+            block_table=torch.from_numpy(table).to(self._device, non_blocking=True),
+            max_queries=max(span.num_queries for span in spans),
+            max_context=int(context_lens.max()),
+        )

@@ -1,0 +1,67 @@
+"""Runs one step: a batch in, the sampled tokens out. Owned by the engine thread, as is every torch object below it.
+
+The only meeting point with whatever sends KV away is `on_layer`, called on this thread right after a layer's keys and values of the whole
+batch are written (on CUDA: enqueued, with an event recorded) and before that layer's attention.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic
+
+import torch
+
+from pd_serve.clock import Clock
+from pd_serve.engine.attention.base import AttentionBackend, PlanT
+from pd_serve.engine.batch import Batch, SampledToken, StepResult
+from pd_serve.engine.kv_cache import KVCache
+from pd_serve.engine.layer_events import LayerEvents
+from pd_serve.engine.models.llama import LlamaModel
+from pd_serve.engine.sampler import Sampler
+from pd_serve.engine.step_inputs import StepInputs, build_step_inputs
+
+
+class ModelRunner(Generic[PlanT]):
+    """Built by loader.load_runner. `cache` and `layer_events` are public for the pusher."""
+
+    def __init__(
+        self,
+        model: LlamaModel[PlanT],
+        attention: AttentionBackend[PlanT],
+        cache: KVCache,
+        sampler: Sampler,
+        device: torch.device,
+        clock: Clock,
+    ) -> None:
+        self.cache = cache
+        self.layer_events = LayerEvents(cache.layout.num_layers) if device.type == "cuda" else None
+        """On CUDA: when each layer's KV of the last step is really in memory. None on CPU, where it is when on_layer is called."""
+        self._model = model
+        self._attention = attention
+        self._sampler = sampler
+        self._device = device
+        self._clock = clock
+
+    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepResult:
+        """Compute the batch, write its KV, sample. `on_layer(i)` is called for every layer in order when batch.has_push.
+
+        Block tables must name blocks of the pool that no other entry writes. Raises EngineError when the logits are not finite.
+        """
+        started_at = self._clock.now()
+        inputs = build_step_inputs(batch.entries, self.cache.layout.block_size, self._device)
+        with torch.inference_mode():
+            logits = self.forward(inputs, on_layer if batch.has_push else None)
+            specs = [batch.entries[index].sample for index in inputs.sampled_entries]
+            choices = self._sampler.sample(logits, [spec for spec in specs if spec is not None])
+        by_entry = dict(zip(inputs.sampled_entries, choices, strict=True))
+        sampled = tuple(
+            SampledToken(batch.entries[index].attempt_id, by_entry[index].token_id, by_entry[index].logprobs) for index in sorted(by_entry)
+        )
+        return StepResult(batch.step_id, sampled, started_at, self._clock.now())
+
+    def forward(self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
+        """Logits of the sampled rows, [num_sampled, vocab_size]; must run under inference mode."""
+        hook = on_layer
+        if on_layer is not None and self.layer_events is not None:
+            hook = self.layer_events.recording(on_layer)
+        return self._model.forward(inputs, self.cache, self._attention.plan(inputs.spans), hook)

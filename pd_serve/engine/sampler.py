@@ -1,0 +1,161 @@
+"""From logits to the next token of each sequence. Every row is computed on its own, so the token does not depend on the batch.
+
+Order: penalties, logit bias, minimum-length mask; then temperature 0 takes the largest (the first of equals), else temperature, top-k,
+top-p and min-p narrow the distribution and one uniform number, keyed by (seed, position), picks by the cumulative sum in token order.
+Log probabilities are those of the raw logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pd_serve.engine.batch import SampleSpec
+from pd_serve.engine.philox import uniform
+from pd_serve.errors import EngineError
+from pd_serve.protocol.sampling import SamplingParams, TokenLogprobs
+
+_MIN_TEMPERATURE = 1e-5
+"""Below this a temperature is greedy: dividing by it leaves float32."""
+_NUCLEUS_GUESS = 1024
+"""Likeliest tokens tried first for top-p; sorting a whole vocabulary is about ten times dearer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    token_id: int
+    logprobs: TokenLogprobs | None
+
+
+class Sampler:
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self._eos_token_ids = eos_token_ids
+
+    def sample(self, logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Choice, ...]:
+        """One choice per row of `logits` [num_rows, vocab_size]. Raises EngineError where a row holds no finite maximum."""
+        if not specs:
+            return ()
+        if all(_is_greedy(spec.params) and not _is_adjusted(spec) and spec.params.num_logprobs < 0 for spec in specs):
+            return tuple(Choice(token_id, None) for token_id in _largest(logits))
+        adjusted = logits.float()
+        if adjusted is logits:
+            adjusted = logits.clone()
+        logprobs = _raw_logprobs(logits, specs)
+        for row, spec in zip(adjusted, specs, strict=True):
+            if _is_adjusted(spec):
+                _adjust(row, spec, self._eos_token_ids)
+        token_ids = _largest(adjusted)
+        drawn = [index for index, spec in enumerate(specs) if not _is_greedy(spec.params)]
+        if drawn:
+            for index, token_id in zip(drawn, _draw(adjusted[drawn], [specs[index] for index in drawn]), strict=True):
+                token_ids[index] = token_id
+        return tuple(
+            Choice(token_id, None if row is None else _token_logprobs(row, token_id, spec.params.num_logprobs))
+            for token_id, row, spec in zip(token_ids, logprobs, specs, strict=True)
+        )
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < _MIN_TEMPERATURE
+
+
+def _is_adjusted(spec: SampleSpec) -> bool:
+    params = spec.params
+    return bool(
+        spec.eos_masked or params.logit_bias or params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+    )
+
+
+def _largest(logits: Tensor) -> list[int]:
+    values, indices = logits.max(dim=-1)
+    if not bool(values.isfinite().all()):
+        raise EngineError("the model produced logits that are not finite")
+    token_ids: list[int] = indices.tolist()
+    return token_ids
+
+
+def _adjust(row: Tensor, spec: SampleSpec, eos_token_ids: tuple[int, ...]) -> None:
+    """Penalties, bias and mask, in place on one row [vocab_size]. Token ids outside the vocabulary have no effect."""
+    params = spec.params
+    vocab_size = row.shape[0]
+    if params.repetition_penalty != 1.0:
+        # Keskar et al., arXiv:1909.05858, section 4.1, over prompt and output as in transformers.
+        seen = _indices({*spec.prompt_ids, *spec.output_ids}, row)
+        scores = row[seen]
+        row[seen] = torch.where(scores > 0, scores / params.repetition_penalty, scores * params.repetition_penalty)
+    if params.presence_penalty or params.frequency_penalty:
+        counts = {token_id: count for token_id, count in Counter(spec.output_ids).items() if 0 <= token_id < vocab_size}
+        penalties = [params.presence_penalty + params.frequency_penalty * count for count in counts.values()]
+        row[_indices(counts, row)] -= torch.tensor(penalties, dtype=row.dtype, device=row.device)
+    if params.logit_bias:
+        bias = [(token_id, value) for token_id, value in params.logit_bias if 0 <= token_id < vocab_size]
+        values = torch.tensor([value for _, value in bias], dtype=row.dtype, device=row.device)
+        row.index_add_(0, _indices([token_id for token_id, _ in bias], row), values)
+    if spec.eos_masked:
+        row[_indices({*eos_token_ids, *params.stop_token_ids}, row)] = -math.inf
+
+
+def _indices(token_ids: Iterable[int], row: Tensor) -> Tensor:
+    vocab_size = row.shape[0]
+    return torch.tensor([token_id for token_id in token_ids if 0 <= token_id < vocab_size], dtype=torch.int64, device=row.device)
+
+
+def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
+    """Sample each row of `logits` [num_rows, vocab_size] float32 by inverting its cumulative distribution."""
+    temperatures = torch.tensor([[spec.params.temperature] for spec in specs], dtype=torch.float32, device=logits.device)
+    # The largest becomes 0, so that no temperature overflows.
+    scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperatures
+    for row, spec in zip(scaled, specs, strict=True):
+        threshold = _threshold(row, spec.params)
+        if threshold > -math.inf:
+            row.masked_fill_(row < threshold, -math.inf)
+    cumulative = torch.softmax(scaled, dim=-1).to(torch.float64).cumsum(dim=-1)
+    uniforms = [[uniform(spec.params.seed, spec.position)] for spec in specs]
+    targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device) * cumulative[:, -1:]
+    # The first token whose sum exceeds the target: never one of probability zero, and there is one since target < total.
+    token_ids: list[int] = torch.searchsorted(cumulative, targets, right=True).squeeze(1).tolist()
+    return token_ids
+
+
+def _threshold(row: Tensor, params: SamplingParams) -> float:
+    """Smallest scaled logit that top-k, top-p and min-p keep; tokens equal to it are kept too. `row` [vocab_size], its largest is 0."""
+    vocab_size = row.shape[0]
+    threshold = math.log(params.min_p) if params.min_p > 0 else -math.inf
+    has_top_k = 0 < params.top_k < vocab_size
+    if has_top_k:
+        threshold = max(threshold, float(row.topk(params.top_k).values[-1]))
+    if params.top_p >= 1.0:
+        return threshold
+    if has_top_k:
+        kept = row.topk(params.top_k).values
+        return max(threshold, _nucleus_threshold(kept, float(kept.logsumexp(0)), params.top_p) or -math.inf)
+    log_total = float(row.logsumexp(0))
+    found = None
+    if vocab_size > _NUCLEUS_GUESS:
+        found = _nucleus_threshold(row.topk(_NUCLEUS_GUESS).values, log_total, params.top_p)
+    if found is None:
+        found = _nucleus_threshold(row.sort(descending=True).values, log_total, params.top_p)
+    return threshold if found is None else max(threshold, found)
+
+
+def _nucleus_threshold(descending: Tensor, log_total: float, top_p: float) -> float | None:
+    """Last of the smallest head of `descending` whose probability reaches top_p (Holtzman et al., arXiv:1904.09751); None: none does."""
+    reached = (descending.double() - log_total).exp().cumsum(0) >= top_p
+    position = int(reached.to(torch.uint8).argmax())
+    return float(descending[position]) if bool(reached[position]) else None
+
+
+def _raw_logprobs(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Tensor | None]:
+    return [
+        torch.log_softmax(row.float(), dim=-1) if spec.params.num_logprobs >= 0 else None for row, spec in zip(logits, specs, strict=True)
+    ]
+
+
+def _token_logprobs(logprobs: Tensor, token_id: int, num_logprobs: int) -> TokenLogprobs:
+    top = logprobs.topk(min(num_logprobs, logprobs.shape[0]))
+    return TokenLogprobs(float(logprobs[token_id]), tuple(top.indices.tolist()), tuple(top.values.tolist()))
