@@ -1,0 +1,314 @@
+"""Real threads, a real socket and the loopback transport around a fake runner; the test plays the front."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from pd_serve.clock import MonotonicClock
+from pd_serve.engine.scheduler import SchedulerSettings
+from pd_serve.ids import AttemptId, Incarnation, PeerId, WorkerId, new_epoch
+from pd_serve.kv.layout import KVLayout
+from pd_serve.protocol.link import (
+    Cancel,
+    Closed,
+    Drain,
+    Failed,
+    FailureReason,
+    Fatal,
+    FinishReason,
+    GetTrace,
+    LinkDown,
+    Open,
+    PeerInfo,
+    Prefill,
+    PrefillDone,
+    RankReady,
+    RefusalReason,
+    Refused,
+    Report,
+    Reserved,
+    Role,
+    SetRole,
+    Step,
+    Stop,
+    Traces,
+    Welcome,
+)
+from pd_serve.protocol.sampling import SamplingParams
+from pd_serve.transport.base import TransportSettings
+from pd_serve.transport.loopback import LoopbackTransport
+from pd_serve.transport.loopback_fabric import LoopbackFabric
+from tests.fake_engine import VOCAB_SIZE, FakeRunner, expected_tokens, small_layout
+from tests.rank_driver import RankDriver, join, open_local, open_pair, run_pair, tokens_of
+from workers.control_loop import ControlLoop, RankMessage, RankParts
+from workers.engine_thread import MAX_FAILED_STEPS, EngineThread, LayerHook
+from workers.front_socket import FrontSocket
+from workers.inbox import Inbox
+from workers.machine import WorkerMachine
+from workers.settings import MachineSettings
+from workers.transport_commands import AllocatePool
+from workers.transport_thread import TransportThread
+
+PROMPT = tuple(range(10, 29))
+GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
+
+
+@dataclass
+class Rank:
+    """A whole rank but its process, on its own threads."""
+
+    driver: RankDriver
+    runner: FakeRunner
+    parts: RankParts
+    thread: threading.Thread
+    exit_codes: list[int]
+    near: socket.socket
+
+    def join(self) -> int:
+        self.thread.join(10)
+        assert not self.thread.is_alive()
+        return self.exit_codes[0]
+
+    def close(self) -> None:
+        self.near.close()
+        self.join()
+        assert self.parts.engine.stop(5)
+        assert self.parts.transport.stop(5)
+        self.parts.front.close()
+        self.parts.inbox.close()
+
+
+def start_rank(name: str, fabric: LoopbackFabric, lanes: str, gate: threading.Event | None = None) -> Rank:
+    layout, clock = small_layout(), MonotonicClock()
+    peer = PeerId(WorkerId(name), Incarnation(secrets.randbits(32)))
+    near, far = socket.socketpair()
+    inbox: Inbox[RankMessage] = Inbox()
+    engine = EngineThread(inbox.put, clock)
+    settings = TransportSettings(self_id=peer, secret=b"s", host="127.0.0.1", host_id="here", lanes=lanes, probe_nbytes=4096)
+    transport = TransportThread(lambda s, sink: LoopbackTransport(s, sink, fabric), settings, inbox.put)
+    ready = transport.start(AllocatePool(layout.pool_nbytes), 5.0)
+    assert ready.region.buffer is not None
+    runner = FakeRunner(layout, ready.region.buffer, gate)
+    engine.start()
+    engine.serve(runner, LayerHook(transport.submit))
+    info = PeerInfo(peer, Role.BOTH, 1, "fake", layout, "loopback", ready.metadata)
+    parts = RankParts(FrontSocket(far), inbox, engine, transport)
+    loop = ControlLoop(make_machine(info, layout), parts, 0.05, clock)
+    parts.front.send(RankReady(Welcome(info, "fake", 128, VOCAB_SIZE, (), 0, ())))
+    exit_codes: list[int] = []
+    thread = threading.Thread(target=lambda: exit_codes.append(loop.run()), name=f"control-{name}")
+    thread.start()
+    rank = Rank(RankDriver(near), runner, parts, thread, exit_codes, near)
+    rank.driver.wait_ready()
+    return rank
+
+
+def make_machine(info: PeerInfo, layout: KVLayout) -> WorkerMachine:
+    settings = MachineSettings(
+        info=info,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=128,
+        max_waiting=16,
+        headroom_tokens=8,
+        quarantine_retry_s=0.1,
+        quarantine_fence_share=1.0,
+        hard_fence_after_s=5.0,
+        rejoin_after_s=0.2,
+        load_interval_s=0.02,
+        heartbeat_s=0.2,
+    )
+    scheduler = SchedulerSettings(max_batch_tokens=8, max_running=16, prefill_chunk=0, eos_token_ids=frozenset(), max_model_len=128)
+    return WorkerMachine(settings, scheduler, new_epoch)
+
+
+@pytest.fixture
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[Rank, Rank]]:
+    fabric = LoopbackFabric()
+    lanes = getattr(request, "param", "shm")
+    prefill, decode = start_rank("p", fabric, lanes), start_rank("d", fabric, lanes)
+    join(prefill.driver, decode.driver)
+    yield prefill, decode
+    prefill.close()
+    decode.close()
+
+
+@pytest.fixture
+def gated() -> Iterator[tuple[Rank, Rank, threading.Event]]:
+    """The prefill rank computes a layer only while the gate is open."""
+    fabric, gate = LoopbackFabric(), threading.Event()
+    prefill, decode = start_rank("p", fabric, "shm", gate), start_rank("d", fabric, "shm")
+    join(prefill.driver, decode.driver)
+    yield prefill, decode, gate
+    gate.set()
+    prefill.close()
+    decode.close()
+
+
+def wait_idle(rank: Rank) -> Report:
+    rank.driver.reports.clear()
+    return rank.driver.wait_rank(Report, lambda report: report.idle)
+
+
+@pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
+def test_pushed_attempt_gives_the_tokens_of_a_local_one(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    tokens = run_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    assert [t.token_id for t in tokens] == expected_tokens(PROMPT, 6)
+    assert [t.finish for t in tokens] == [None] * 5 + [FinishReason.LENGTH]
+    open_local(decode.driver, 2, PROMPT, GREEDY)
+    assert [t.token_id for t in tokens_of(decode.driver, AttemptId(2))] == expected_tokens(PROMPT, 6)
+    for rank in pair:
+        report = wait_idle(rank)
+        assert report.load.blocks.total == report.load.blocks.free + report.load.blocks.cached
+
+
+def test_prefix_known_to_decode_is_not_sent_again(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    run_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    longer = (*PROMPT, 40, 41, 42)
+    reserved = open_pair(prefill.driver, decode.driver, 2, longer, GREEDY)
+    assert reserved.num_cached_tokens == 16
+    assert [t.token_id for t in tokens_of(decode.driver, AttemptId(2))] == expected_tokens(longer, 6)
+
+
+def test_many_attempts_at_once_keep_their_tokens_apart(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    prompts = {attempt: tuple((attempt * 13 + i) % VOCAB_SIZE for i in range(3 + attempt)) for attempt in range(1, 7)}
+    for attempt, prompt in prompts.items():
+        if attempt % 2:
+            open_pair(prefill.driver, decode.driver, attempt, prompt, GREEDY)
+        else:
+            open_local(decode.driver, attempt, prompt, GREEDY)
+    for attempt, prompt in prompts.items():
+        assert [t.token_id for t in tokens_of(decode.driver, AttemptId(attempt))] == expected_tokens(prompt, 6)
+
+
+def test_report_carries_samples_and_traces_are_kept(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    run_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    names = set()
+    while "pd_serve_kv_transfer_bytes_total" not in names:
+        names |= {sample.metric for sample in prefill.driver.wait_rank(Report).samples}
+    assert {"pd_serve_step_seconds", "pd_serve_computed_tokens_total", "pd_serve_kv_overlap_ratio"} <= names
+    prefill.driver.send(GetTrace(5))
+    (trace,) = prefill.driver.wait_rank(Traces).traces
+    assert trace.attempt_id == 1
+    assert len(trace.layers) == 9, "three chunks of three layers"
+    assert decode.driver.wait_rank(Report, lambda report: bool(report.peers)).peers[0].joined
+
+
+def test_cancel_between_layers_closes_both_legs_and_leaves_nothing(gated: tuple[Rank, Rank, threading.Event]) -> None:
+    prefill, decode, gate = gated
+    open_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    for rank in (prefill, decode):
+        rank.driver.tell(Cancel(AttemptId(1)))
+        rank.driver.wait(Closed)
+    assert wait_idle(decode).load.blocks.free == 32, "the writer has let go, though its step still runs"
+    prefill.driver.reports.clear()
+    held = prefill.driver.wait_rank(Report).load.blocks
+    assert held.total > held.free + held.cached, "the running step still writes into the source blocks"
+    gate.set()
+    for rank in (prefill, decode):
+        report = wait_idle(rank)
+        assert report.load.leases == 0
+        assert report.load.blocks.total == report.load.blocks.free + report.load.blocks.cached
+    assert [t.token_id for t in run_pair(prefill.driver, decode.driver, 2, PROMPT, GREEDY)] == expected_tokens(PROMPT, 6)
+
+
+def test_lost_link_cancels_what_its_router_asked_for(gated: tuple[Rank, Rank, threading.Event]) -> None:
+    prefill, decode, gate = gated
+    open_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    for rank in (prefill, decode):
+        rank.driver.send(LinkDown(1))
+    gate.set()
+    for rank in (prefill, decode):
+        assert wait_idle(rank).load.leases == 0
+
+
+def test_failed_step_fails_its_attempts_and_the_worker_goes_on(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    prefill.runner.fail_next = 1
+    open_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    failed = prefill.driver.wait(Failed)
+    assert (failed.attempt_id, failed.reason) == (1, FailureReason.ENGINE)
+    decode.driver.tell(Cancel(AttemptId(1)))
+    decode.driver.wait(Closed)
+    assert wait_idle(decode).load.leases == 0
+    assert [t.token_id for t in run_pair(prefill.driver, decode.driver, 2, PROMPT, GREEDY)] == expected_tokens(PROMPT, 6)
+
+
+def test_engine_that_keeps_failing_ends_the_rank_with_one_line(pair: tuple[Rank, Rank]) -> None:
+    _, decode = pair
+    decode.runner.fail_next = MAX_FAILED_STEPS
+    for attempt in range(1, MAX_FAILED_STEPS + 1):
+        decode.driver.tell(Open(AttemptId(attempt), PROMPT, 0, GREEDY, None, 30.0))
+        decode.driver.wait(Failed)
+    assert "steps in a row" in decode.driver.wait_rank(Fatal).message
+    assert decode.join() == 1
+
+
+def test_drain_refuses_new_work_finishes_the_old_and_reports_idle_at_once(gated: tuple[Rank, Rank, threading.Event]) -> None:
+    prefill, decode, gate = gated
+    open_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    for rank in (prefill, decode):
+        rank.driver.send(Drain(20.0))
+    decode.driver.tell(Open(AttemptId(2), PROMPT, 0, GREEDY, None, 30.0))
+    assert decode.driver.wait(Refused).reason is RefusalReason.DRAINING
+    gate.set()
+    assert [t.token_id for t in tokens_of(decode.driver, AttemptId(1))] == expected_tokens(PROMPT, 6)
+    prefill.driver.wait(PrefillDone)
+    for rank in (prefill, decode):
+        assert wait_idle(rank).load.draining
+        rank.driver.send(Stop())
+        assert rank.join() == 0
+
+
+def test_role_is_reported_after_it_was_set(pair: tuple[Rank, Rank]) -> None:
+    _, decode = pair
+    decode.driver.send(SetRole(Role.DECODE))
+    decode.driver.wait_rank(Report, lambda report: report.load.role is Role.DECODE)
+
+
+def test_end_of_the_front_ends_the_rank(pair: tuple[Rank, Rank]) -> None:
+    _, decode = pair
+    decode.near.shutdown(socket.SHUT_RDWR)
+    assert decode.join() == 1
+
+
+def test_prefill_for_an_unknown_holder_is_refused(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    reserved_by = open_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    tokens_of(decode.driver, AttemptId(1))
+    assert isinstance(reserved_by, Reserved)
+    assert reserved_by.target is not None
+    stranger = PeerId(WorkerId("x"), Incarnation(1))
+    lease = type(reserved_by.target.lease)(reserved_by.target.lease.lease_id, reserved_by.target.lease.epoch, stranger)
+    target = type(reserved_by.target)(lease, reserved_by.target.blocks, 0)
+    prefill.driver.tell(Prefill(AttemptId(9), PROMPT, 0, GREEDY, target))
+    assert prefill.driver.wait(Failed).reason is FailureReason.PEER_LOST
+
+
+def test_planted_wrong_kv_is_seen(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transfer that skips a layer must change the tokens: else the comparisons above would prove nothing."""
+    prefill, decode = pair
+    execute = prefill.runner.execute
+
+    def without_last_layer(batch: object, on_layer: object) -> object:
+        result = execute(batch, None)  # type: ignore[arg-type]
+        assert callable(on_layer)
+        for layer in range(2):
+            on_layer(layer)
+        return result
+
+    monkeypatch.setattr(prefill.runner, "execute", without_last_layer)
+    open_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    assert prefill.driver.wait(Failed).reason is FailureReason.TRANSFER
+    decode.driver.tell(Cancel(AttemptId(1)))
+    decode.driver.wait(Closed)
+    assert not [frame for frame in decode.driver.frames if isinstance(frame, Step)]

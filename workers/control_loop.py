@@ -1,0 +1,211 @@
+"""The rank's main thread: turns what its front, transport and engine say into events, and carries out what the WorkerMachine decides.
+
+    front socket ---+                               +-> engine thread (RunBatch)
+    transport ------+-> WorkerMachine.handle -> actions -> transport thread (everything about peers, windows, pushes)
+    engine thread --+                               +-> front socket (frames to routers)
+
+Thin on purpose: no decision is made here but when to report and when to end. The loop sleeps until something arrives, the machine's next
+deadline, or the next report.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from pd_serve.clock import Clock
+from pd_serve.engine.batch import Batch, Phase, StepResult
+from pd_serve.protocol.link import (
+    Drain,
+    Fatal,
+    FromRouter,
+    FrontFrame,
+    GetTrace,
+    LinkDown,
+    LinkUp,
+    Report,
+    Sample,
+    SetRole,
+    Stop,
+    ToRouter,
+    Traces,
+)
+from workers.engine_thread import EngineFailed, EngineThread
+from workers.events import (
+    Action,
+    DrainRequested,
+    Event,
+    FrameReceived,
+    LinkClosed,
+    LinkOpened,
+    Observe,
+    RoleSet,
+    RunBatch,
+    SendFrame,
+    StepDone,
+    StepFailed,
+    Tick,
+)
+from workers.front_socket import FrontSocket
+from workers.inbox import Inbox
+from workers.machine import WorkerMachine
+from workers.samples import SampleBuffer
+from workers.transport_commands import BeginStep, SamplesObserved, StepEnded, TransportFailed, TransportOutput
+from workers.transport_thread import TransportThread
+
+_log = logging.getLogger(__name__)
+
+LAST_WORDS_S = 1.0
+"""Seconds that a front which does not read is waited for at the end."""
+
+RankMessage = TransportOutput | StepDone | StepFailed | EngineFailed
+"""What the other threads put into the inbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """What a control loop drives. Started and stopped by the rank's main function, not here."""
+
+    front: FrontSocket
+    inbox: Inbox[RankMessage]
+    engine: EngineThread
+    transport: TransportThread
+
+
+class ControlLoop:
+    """run() once, on the thread that owns the machine and the front socket."""
+
+    def __init__(self, machine: WorkerMachine, parts: RankParts, report_interval_s: float, clock: Clock) -> None:
+        self._machine = machine
+        self._front = parts.front
+        self._inbox = parts.inbox
+        self._engine = parts.engine
+        self._transport = parts.transport
+        self._report_interval_s = report_interval_s
+        self._clock = clock
+        self._samples = SampleBuffer()
+        self._report_at = clock.now()
+        self._was_idle = True
+        self._running: Batch | None = None
+        self._exit_code: int | None = None
+
+    def run(self) -> int:
+        """Until Stop (0), the end of the front, or a thread's failure (1). Raises ProtocolError when the front sends nonsense."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._inbox, selectors.EVENT_READ)
+            selector.register(self._front, selectors.EVENT_READ)
+            writing = False
+            while self._exit_code is None:
+                if writing != self._front.has_unsent:
+                    writing = self._front.has_unsent
+                    selector.modify(self._front, selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
+                selector.select(self._sleep_s())
+                self._turn()
+        self._front.flush_for(LAST_WORDS_S)
+        return self._exit_code
+
+    def _turn(self) -> None:
+        for message in self._inbox.take_all():
+            self._on_message(message)
+        for frame in self._front.receive():
+            self._on_frame(frame)
+        deadline = self._machine.next_deadline()
+        if deadline is not None and deadline <= self._clock.now():
+            self._handle(Tick())
+        self._report_if_due()
+        self._front.flush()
+        if self._front.closed and self._exit_code is None:
+            _log.error("the front has closed its socket; exiting")
+            self._exit_code = 1
+
+    def _sleep_s(self) -> float:
+        deadline = self._machine.next_deadline()
+        until = self._report_at if deadline is None else min(self._report_at, deadline)
+        return max(0.0, until - self._clock.now())
+
+    # ---- what is said
+
+    def _on_message(self, message: RankMessage) -> None:
+        match message:
+            case SamplesObserved(samples):
+                self._samples.add(samples)
+            case TransportFailed(detail):
+                self._die(f"the transport thread failed: {detail}")
+            case EngineFailed(detail):
+                self._die(f"the engine failed: {detail}")
+            case StepDone(result):
+                self._transport.submit(StepEnded(result.step_id))
+                self._observe_step(result)
+                self._handle(message)
+            case StepFailed(step_id, _):
+                self._transport.submit(StepEnded(step_id))
+                self._handle(message)
+            case _:
+                self._handle(message)
+
+    def _on_frame(self, frame: FrontFrame) -> None:
+        match frame:
+            case FromRouter(link_id, inner):
+                self._handle(FrameReceived(link_id, inner))
+            case LinkUp(link_id, router_id):
+                self._handle(LinkOpened(link_id, router_id))
+            case LinkDown(link_id):
+                self._handle(LinkClosed(link_id))
+            case Drain(deadline_s):
+                self._handle(DrainRequested(deadline_s))
+                self._report_at = self._clock.now()
+            case SetRole(role):
+                self._handle(RoleSet(role))
+                self._report_at = self._clock.now()
+            case GetTrace(limit):
+                self._front.send(Traces(self._transport.recent_traces(limit)))
+            case Stop():
+                self._exit_code = 0
+
+    # ---- what is done
+
+    def _handle(self, event: Event) -> None:
+        self._carry_out(self._machine.handle(event, self._clock.now()))
+
+    def _carry_out(self, actions: Iterable[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendFrame(link_id, frame):
+                    self._front.send(ToRouter(link_id, frame))
+                case RunBatch(batch, pushes):
+                    # Also for a step without pushes: whatever an earlier step left behind is void now.
+                    self._transport.submit(BeginStep(batch.step_id, pushes))
+                    self._engine.run(batch, is_pushed=bool(pushes))
+                    self._running = batch
+                case Observe(sample):
+                    self._samples.add((sample,))
+                case _:
+                    self._transport.submit(action)
+
+    def _report_if_due(self) -> None:
+        """At every interval, and at once when a worker becomes idle: whoever drains it waits for that."""
+        now = self._clock.now()
+        is_idle = self._machine.is_idle
+        became_idle = is_idle and not self._was_idle
+        self._was_idle = is_idle
+        if now < self._report_at and not became_idle:
+            return
+        self._report_at = now + self._report_interval_s
+        machine = self._machine
+        self._front.send(Report(machine.load(), machine.peer_states(), machine.leases_by_state(), self._samples.take(), is_idle))
+
+    def _observe_step(self, result: StepResult) -> None:
+        batch, self._running = self._running, None
+        assert batch is not None
+        self._samples.add((Sample("pd_serve_step_seconds", result.ended_at - result.started_at),))
+        for phase in Phase:
+            num_tokens = sum(len(entry.token_ids) for entry in batch.entries if entry.phase is phase)
+            if num_tokens:
+                self._samples.add((Sample("pd_serve_computed_tokens_total", float(num_tokens), phase.value),))
+
+    def _die(self, message: str) -> None:
+        _log.error("%s", message)
+        self._front.send(Fatal(message))
+        self._exit_code = 1
