@@ -1,4 +1,4 @@
-"""Who gets in: API keys, the limit of open requests, the size of bodies, the length of prompts. Decided before any worker hears of a request."""
+"""Who gets in: API keys, the limit of open requests, the size of bodies, the length of prompts. Decided before any worker hears of it."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Limits:
         if self.max_context_tokens and len(token_ids) >= min(self.max_context_tokens, self.max_prompt_tokens):
             longest = min(self.max_context_tokens, self.max_prompt_tokens)
             raise ContextLengthError(
-                f"This model's maximum context length is {longest} tokens, but the prompt has {len(token_ids)} and leaves no room to answer",
+                f"This model's maximum context length is {longest} tokens, but the prompt has {len(token_ids)}: no room is left",
                 param,
             )
 

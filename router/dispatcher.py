@@ -73,7 +73,7 @@ class DispatcherSettings:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One choice, as its reader sees it: tokens appear in `tokens`, then exactly one of `finish` and `error`; `wake` tells of each change."""
+    """One choice, as its reader sees it: tokens appear in `tokens`, then one of `finish` and `error`; `wake` tells of each change."""
 
     key: int
     num_prompt_tokens: int

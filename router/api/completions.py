@@ -1,0 +1,72 @@
+"""POST /v1/completions: text, token ids, or lists of either; choices are numbered prompt by prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from pd_serve.protocol.openai import CompletionRequest, parse_completion
+from pd_serve.protocol.openai_responses import Completion, CompletionChoice, Usage
+from router.api.generate import new_response_id, now_s, prepared_prompt, serve_generation, tokenize
+from router.choice import completion_logprobs
+from router.exchange import AnswerPlan, ChoiceState, PreparedPrompt
+from router.services import Services
+from router.sse import CompletionEvents, event_head
+from router.tokenizer import TextCodec
+
+router = APIRouter()
+
+
+@router.post("/v1/completions", summary="Continue a text")
+async def completions(request: Request) -> Response:
+    return await serve_generation(request, parse_completion, _plan)
+
+
+async def _plan(services: Services, request: CompletionRequest) -> AnswerPlan:
+    limits = services.limits()
+    prompts: list[PreparedPrompt] = []
+    echoes: list[str] = []
+    for prompt in request.prompts:
+        token_ids = await tokenize(services.codec, prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        limits.check_prompt(token_ids, "prompt")
+        prompts.append(prepared_prompt(request, limits, token_ids, request.output_limit, request.num_logprobs))
+        echo = ""
+        if request.echo:
+            echo = prompt if isinstance(prompt, str) else services.codec.decode(token_ids)
+        echoes += [echo] * request.n
+    response_id, created = new_response_id("cmpl"), now_s()
+    events = None
+    if request.stream:
+        head = event_head(response_id, "text_completion", created, services.model_name)
+        events = CompletionEvents(services.codec, head, request.include_usage, tuple(echoes))
+    builder = _CompletionBuilder(services.codec, response_id, created, services.model_name, request.logprobs is not None, tuple(echoes))
+    return AnswerPlan(response_id, tuple(prompts), request.stop, builder, events, request.include_usage)
+
+
+@dataclass(frozen=True, slots=True)
+class _CompletionBuilder:
+    codec: TextCodec
+    response_id: str
+    created: int
+    model: str
+    has_logprobs: bool
+    echoes: tuple[str, ...]
+
+    def whole(self, choices: list[ChoiceState], usage: Usage) -> Completion:
+        return Completion(
+            id=self.response_id,
+            created=self.created,
+            model=self.model,
+            choices=tuple(self._choice(index, choice) for index, choice in enumerate(choices)),
+            usage=usage,
+        )
+
+    def _choice(self, index: int, choice: ChoiceState) -> CompletionChoice:
+        return CompletionChoice(
+            index=index,
+            text=self.echoes[index] + "".join(piece.text for piece in choice.pieces),
+            logprobs=completion_logprobs(self.codec, choice.pieces, 0) if self.has_logprobs else None,
+            finish_reason=choice.text.finish_reason or "stop",
+        )

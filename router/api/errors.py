@@ -1,0 +1,62 @@
+"""Errors as the OpenAI API shows them: shape, status and headers, for the tree's errors and the framework's alike."""
+
+from __future__ import annotations
+
+import math
+
+from fastapi import Request
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from pd_serve.errors import InvalidRequestError, NotFoundError, PdServeError, UnavailableError
+from pd_serve.protocol.openai import error_body
+from router.services import services_of
+
+
+class UnknownPathError(NotFoundError):
+    code = "unknown_url"
+
+
+class MethodError(InvalidRequestError):
+    code = "method_not_allowed"
+    http_status = 405
+
+
+class RefusedError(InvalidRequestError):
+    """Whatever else the framework refuses."""
+
+    code = "bad_request"
+
+
+def error_response(error: PdServeError) -> Response:
+    headers: dict[str, str] = {}
+    if isinstance(error, UnavailableError):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+    elif error.http_status == 401:
+        headers["www-authenticate"] = "Bearer"
+    elif error.http_status == 503:
+        headers["retry-after"] = "1"
+    return Response(error_body(error).model_dump_json(), error.http_status, headers, "application/json")
+
+
+async def on_error(request: Request, error: Exception) -> Response:
+    """An error of the tree raised by a handler, before any response began."""
+    assert isinstance(error, PdServeError)
+    if request.url.path.startswith("/v1/"):
+        services_of(request).metrics.count("pd_serve_requests_total", str(error.http_status))
+    return error_response(error)
+
+
+async def on_http_exception(request: Request, error: Exception) -> Response:
+    """The framework's own: no such path, wrong method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return await on_error(request, UnknownPathError(f"Unknown request URL: {request.method} {request.url.path}"))
+    if error.status_code == 405:
+        return await on_error(request, MethodError(f"Not allowed: {request.method} {request.url.path}"))
+    return await on_error(request, RefusedError(str(error.detail)))
+
+
+async def on_bug(request: Request, error: Exception) -> Response:
+    """Anything else: the text of it stays in the log."""
+    return await on_error(request, PdServeError("internal error"))

@@ -1,0 +1,92 @@
+"""What chat and completions share: the way in, from an HTTP request to a prepared plan."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from pd_serve.errors import InvalidRequestError, NotFoundError
+from pd_serve.protocol.openai import GenerationRequest
+from pd_serve.protocol.sampling import SamplingParams
+from router.admission import Limits, read_body
+from router.exchange import AnswerPlan, ExchangeResponse, PreparedPrompt
+from router.services import Services, services_of
+from router.tokenizer import TextCodec
+
+LONG_TEXT = 16_384
+"""Characters from which tokenizing goes to another thread, so that it does not hold up the streams."""
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+async def serve_generation(request: Request, parse: Callable[[bytes], R], plan: Callable[[Services, R], Awaitable[AnswerPlan]]) -> Response:
+    """Raises every error of the tree that can be known before a worker is asked."""
+    services = services_of(request)
+    services.admission.enter(request.headers.get("authorization"))
+    has_begun = False
+    try:
+        parsed = parse(await read_body(request, services.config.router.max_body_bytes))
+        if parsed.model != services.model_name:
+            raise NotFoundError(f"The model `{parsed.model}` does not exist; this server has `{services.model_name}`", "model")
+        if parsed.n > services.config.router.max_n:
+            raise InvalidRequestError(f"'n' may be at most {services.config.router.max_n}", "n")
+        response = ExchangeResponse(services, await plan(services, parsed))
+        has_begun = True
+        return response
+    finally:
+        if not has_begun:
+            services.admission.leave()
+
+
+async def tokenize(codec: TextCodec, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+    if len(text) < LONG_TEXT:
+        return codec.encode(text, add_special_tokens)
+    return await asyncio.to_thread(codec.encode, text, add_special_tokens)
+
+
+def prepared_prompt(
+    request: GenerationRequest, limits: Limits, token_ids: tuple[int, ...], wanted: int | None, num_logprobs: int
+) -> PreparedPrompt:
+    """Checks lengths and token ids, and resolves the sampling parameters of each choice; the seed is drawn here if none was given."""
+    max_tokens = limits.output_budget(len(token_ids), wanted)
+    if request.min_tokens > max_tokens:
+        raise InvalidRequestError(f"'min_tokens' is more than the {max_tokens} tokens that may be generated", "min_tokens")
+    for param, ids in (("logit_bias", tuple(request.logit_bias)), ("stop_token_ids", request.stop_token_ids)):
+        if any(token_id >= limits.vocab_size for token_id in ids):
+            raise InvalidRequestError(f"'{param}' holds a token id that is not below the vocabulary size of {limits.vocab_size}", param)
+    seed = secrets.randbits(63) if request.seed is None else request.seed
+    samplings = tuple(
+        SamplingParams(
+            max_tokens=max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=max(0, request.top_k),
+            min_p=request.min_p,
+            seed=(seed + index) % 2**63,
+            presence_penalty=request.presence_penalty,
+            frequency_penalty=request.frequency_penalty,
+            repetition_penalty=request.repetition_penalty,
+            logit_bias=tuple(sorted(request.logit_bias.items())),
+            stop_token_ids=request.stop_token_ids,
+            ignore_eos=request.ignore_eos,
+            min_tokens=request.min_tokens,
+            num_logprobs=num_logprobs,
+        )
+        for index in range(request.n)
+    )
+    return PreparedPrompt(token_ids, samplings)
+
+
+def new_response_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def now_s() -> int:
+    """Seconds since the epoch, for `created` only."""
+    return int(time.time())

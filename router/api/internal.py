@@ -1,0 +1,48 @@
+"""Registration of workers and the cluster's status; under the cluster secret where there is one (always beyond loopback)."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+
+from pd_serve.errors import AuthenticationError, InvalidRequestError
+from pd_serve.protocol.control import REGISTER_PATH, STATUS_PATH, Registered, RegisterWorker, RouterStatus
+from router.admission import bearer_matches, read_body
+from router.services import Services, services_of
+
+MAX_REGISTRATION_NBYTES = 16 * 1024
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.post(REGISTER_PATH)
+async def register(request: Request) -> Registered:
+    services = _authorized(request)
+    body = await read_body(request, MAX_REGISTRATION_NBYTES)
+    try:
+        worker = RegisterWorker.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise InvalidRequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+    linked = services.pool.register(worker)
+    return Registered(router_id=services.router_id, heartbeat_s=services.config.worker.heartbeat_s, linked=linked)
+
+
+@router.get(STATUS_PATH)
+async def status(request: Request) -> RouterStatus:
+    services = _authorized(request)
+    return RouterStatus(
+        router_id=services.router_id,
+        model=services.model_name,
+        open_requests=services.admission.num_open,
+        queued_requests=services.dispatcher.num_queued,
+        workers=services.pool.statuses(),
+    )
+
+
+def _authorized(request: Request) -> Services:
+    services = services_of(request)
+    secret = services.config.security.cluster_secret
+    if secret and not bearer_matches(request.headers.get("authorization"), (secret.encode(),)):
+        raise AuthenticationError("wrong or missing cluster secret")
+    return services

@@ -1,0 +1,241 @@
+"""One HTTP request's choices from submission to the last byte: reads generations, makes text, answers whole or as a stream.
+
+    submit -> first token or failure -> status line -> tokens ... -> usage, [DONE]
+
+A failure before the first byte has its own status; after it, an error event ends the stream, without a finish.
+The client's going away is noticed at any moment (also while queued) and cancels every choice at once, on both legs. Whatever happens,
+when the response ends, nothing of it is left in the dispatcher and admission has been left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from typing import Protocol
+
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from pd_serve.errors import PdServeError
+from pd_serve.protocol.openai_responses import PromptTokensDetails, ResponseModel, Usage
+from pd_serve.protocol.sampling import SamplingParams
+from router.api.errors import error_response
+from router.choice import ChoiceText, Piece
+from router.dispatcher import Generation
+from router.services import Services
+from router.sse import DONE, EventWriter, error_event
+
+logger = logging.getLogger(__name__)
+
+CLIENT_CLOSED_REQUEST = 499
+"""Label of pd_serve_requests_total when the client went away; never sent. Source: nginx."""
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    token_ids: tuple[int, ...]
+    samplings: tuple[SamplingParams, ...]
+    """One per choice."""
+
+
+@dataclass(slots=True)
+class ChoiceState:
+    text: ChoiceText
+    generation: Generation
+    pieces: list[Piece]
+    """Kept for whole answers only."""
+    has_begun: bool = False
+    is_over: bool = False
+
+
+class AnswerBuilder(Protocol):
+    def whole(self, choices: list[ChoiceState], usage: Usage) -> ResponseModel: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerPlan:
+    """How the client wants it."""
+
+    response_id: str
+    prompts: tuple[PreparedPrompt, ...]
+    stops: tuple[str, ...]
+    builder: AnswerBuilder
+    events: EventWriter | None
+    """None: one whole answer."""
+    include_usage: bool
+
+
+class ExchangeResponse(Response):
+    """The response to a generation request. Admission has been entered; it is left here."""
+
+    def __init__(self, services: Services, plan: AnswerPlan) -> None:
+        self.status_code = 200
+        self.background = None
+        self._services = services
+        self._plan = plan
+        self._choices: list[ChoiceState] = []
+        self._wake = asyncio.Event()
+        self._is_client_gone = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        code = CLIENT_CLOSED_REQUEST
+        watcher: asyncio.Future[Message] = asyncio.ensure_future(receive())
+        watcher.add_done_callback(self._client_spoke)
+        try:
+            try:
+                self._submit()
+                await self._news()
+                self._raise_failure()
+            except PdServeError as error:
+                self._cancel_all()
+                code = error.http_status
+                await error_response(error)(scope, receive, send)
+                return
+            code = await (self._stream(send, self._plan.events) if self._plan.events else self._answer(scope, receive, send))
+        finally:
+            watcher.cancel()
+            self._cancel_all()
+            self._services.admission.leave()
+            self._services.metrics.count("pd_serve_requests_total", str(CLIENT_CLOSED_REQUEST if self._is_client_gone else code))
+
+    # ---- choices
+
+    def _submit(self) -> None:
+        for prompt in self._plan.prompts:
+            generations = self._services.dispatcher.submit(prompt.token_ids, prompt.samplings, self._wake.set)
+            for generation, sampling in zip(generations, prompt.samplings, strict=True):
+                text = ChoiceText(self._services.codec, self._plan.stops, sampling.min_tokens)
+                self._choices.append(ChoiceState(text, generation, []))
+
+    async def _news(self) -> None:
+        """Wait until some choice has something new."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    def _raise_failure(self) -> None:
+        for choice in self._choices:
+            if choice.generation.error is not None:
+                raise choice.generation.error
+
+    def _cancel_all(self) -> None:
+        for choice in self._choices:
+            self._services.dispatcher.cancel(choice.generation)
+
+    def _client_spoke(self, message: asyncio.Future[Message]) -> None:
+        """After the body, all a client can say is that it is gone."""
+        if not message.cancelled():
+            message.exception()  # retrieved: a connection that broke says no more than one that was closed
+            self._is_client_gone = True
+            self._cancel_all()
+            self._wake.set()
+
+    def _drain(self, choice: ChoiceState) -> list[Piece]:
+        """Pieces of the tokens that came since; marks the choice over, and cancels it when a stop string was found."""
+        generation, text = choice.generation, choice.text
+        tokens, generation.tokens = generation.tokens, []
+        pieces: list[Piece] = []
+        for token in tokens:
+            pieces.append(text.push(token))
+            if text.finish_reason is not None:
+                self._services.dispatcher.cancel(generation)
+                break
+        else:
+            if generation.finish is not None:
+                rest = text.finish(generation.finish)
+                if rest:
+                    pieces.append(Piece(rest, -1, None))
+        choice.is_over = text.finish_reason is not None
+        return pieces
+
+    def _usage(self) -> Usage:
+        """Each prompt counts once however many choices it has, and a token once however often its choice moved."""
+        num_prompt = sum(len(prompt.token_ids) for prompt in self._plan.prompts)
+        num_completion = sum(choice.text.num_tokens for choice in self._choices)
+        num_cached = 0
+        first = 0
+        for prompt in self._plan.prompts:
+            num_cached += min(self._choices[first].text.num_cached_tokens, len(prompt.token_ids))
+            first += len(prompt.samplings)
+        return Usage(
+            prompt_tokens=num_prompt,
+            completion_tokens=num_completion,
+            total_tokens=num_prompt + num_completion,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
+        )
+
+    # ---- answers
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+        try:
+            while True:
+                self._raise_failure()
+                for choice in self._choices:
+                    if not choice.is_over:
+                        choice.pieces += self._drain(choice)
+                if self._is_client_gone:
+                    return CLIENT_CLOSED_REQUEST
+                if all(choice.is_over for choice in self._choices):
+                    break
+                await self._news()
+        except PdServeError as error:
+            self._cancel_all()
+            await error_response(error)(scope, receive, send)
+            return error.http_status
+        body = self._plan.builder.whole(self._choices, self._usage()).model_dump_json().encode()
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": _headers(self._plan.response_id, b"application/json", len(body))}
+        )
+        await send({"type": "http.response.body", "body": body})
+        return 200
+
+    async def _stream(self, send: Send, events: EventWriter) -> int:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": _headers(self._plan.response_id, b"text/event-stream; charset=utf-8", None),
+            }
+        )
+        while not self._is_client_gone:
+            out: list[bytes] = []
+            error: PdServeError | None = None
+            for index, choice in enumerate(self._choices):
+                if choice.is_over:
+                    continue
+                if choice.generation.tokens or choice.generation.finish is not None:
+                    self._write_choice(out, events, index, choice)
+                if not choice.is_over and choice.generation.error is not None:
+                    error = choice.generation.error
+            if error is not None:
+                logger.warning("%s broke off: %s", self._plan.response_id, error.message)
+                out.append(error_event(error))
+                await send({"type": "http.response.body", "body": b"".join(out)})
+                return error.http_status
+            is_last = all(choice.is_over for choice in self._choices)
+            if is_last:
+                if self._plan.include_usage:
+                    out.append(events.usage(self._usage()))
+                out.append(DONE)
+            if out:
+                await send({"type": "http.response.body", "body": b"".join(out), "more_body": not is_last})
+            if is_last:
+                return 200
+            await self._news()
+        return CLIENT_CLOSED_REQUEST
+
+    def _write_choice(self, out: list[bytes], events: EventWriter, index: int, choice: ChoiceState) -> None:
+        if not choice.has_begun:
+            choice.has_begun = True
+            out.append(events.begin(index))
+        for piece in self._drain(choice):
+            out.append(events.piece(index, piece))
+        if choice.text.finish_reason is not None:
+            out.append(events.finish(index, choice.text.finish_reason))
+
+
+def _headers(response_id: str, content_type: bytes, content_length: int | None) -> list[tuple[bytes, bytes]]:
+    headers = [(b"content-type", content_type), (b"cache-control", b"no-cache"), (b"x-request-id", response_id.encode())]
+    if content_length is not None:
+        headers.append((b"content-length", str(content_length).encode()))
+    return headers

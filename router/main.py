@@ -1,0 +1,188 @@
+"""The router process: builds the app, runs it under uvicorn, ends it in good order. Named by the cli as a string."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import signal
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+from starlette.exceptions import HTTPException
+
+from pd_serve.addresses import bound_socket, http_address, require_secret_beyond_loopback
+from pd_serve.config import Config
+from pd_serve.errors import ModelError, NoWorkerError, PdServeError
+from pd_serve.ids import RouterId
+from pd_serve.model_store import resolve_model
+from pd_serve.observe import Metrics, Side, setup_logging
+from pd_serve.protocol.client import LinkSettings
+from router.admission import Admission
+from router.api import chat, completions, internal, models, ops
+from router.api.errors import on_bug, on_error, on_http_exception
+from router.dispatcher import Dispatcher, DispatcherSettings
+from router.lifecycle import LifecycleSettings
+from router.policy.base import RoutingSettings
+from router.policy.registry import new_policy
+from router.pool import PoolSettings, WorkerPool
+from router.services import Services
+from router.tokenizer import FolderTokenizer, TextCodec
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75
+"""Longer than the idle time after which common clients and balancers close: they must be the first to do so."""
+BACKLOG = 2048
+
+
+def create_app(config: Config, codec: TextCodec | None = None, max_model_len: int = 0) -> FastAPI:
+    """The ASGI app of one router. `codec` None: the tokenizer of the configured model, which is fetched or converted if need be.
+
+    Raises ModelError, ConfigError.
+    """
+    if codec is None:
+        folder = resolve_model(config.model.id, config.model.cache_dir)
+        codec = FolderTokenizer(folder)
+        max_model_len = max_model_len or trained_max_len(folder)
+    if config.model.max_len:
+        max_model_len = min(config.model.max_len, max_model_len or config.model.max_len)
+    policy_name = config.router.policy
+    new_policy(policy_name)
+    text = codec
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        services = _new_services(config, text, max_model_len)
+        app.state.services = services
+        services.pool.start(config.router.workers)
+        try:
+            yield
+        finally:
+            services.is_draining = True
+            services.dispatcher.close(NoWorkerError("the router is shutting down"))
+            await services.pool.close()
+
+    app = FastAPI(title="pd-serve", lifespan=lifespan, docs_url="/docs", redoc_url=None)
+    for module in (chat, completions, models, ops, internal):
+        app.include_router(module.router)
+    app.add_exception_handler(PdServeError, on_error)
+    app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(Exception, on_bug)
+    return app
+
+
+def serve_router(config: Config) -> int:
+    """Serve until SIGTERM or SIGINT; running requests then have `worker.drain_deadline_s` to end. Blocks; the process's exit code.
+
+    Raises ConfigError before listening beyond loopback without a cluster secret, and ModelError.
+    """
+    require_secret_beyond_loopback(config.router.host, config.security.cluster_secret)
+    observe, secret_values = config.observe, (config.security.cluster_secret, *config.security.api_keys)
+    setup_logging(observe.log_level, observe.log_format, "router", secret_values)
+    with bound_socket(config.router.host, config.router.port) as listener:
+        server = _Server(create_app(config), config, listener)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            return runner.run(server.run())
+
+
+class _Server:
+    """uvicorn under our own signals: the exit code is 0 when a signal ended it in good order."""
+
+    def __init__(self, app: FastAPI, config: Config, listener: socket.socket) -> None:
+        self._app = app
+        self._listener = listener
+        self._address = http_address(config.router.host, listener.getsockname()[1])
+        self._server = _QuietServer(
+            uvicorn.Config(
+                app,
+                http="httptools",
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=max(1, round(config.worker.drain_deadline_s)),
+                backlog=BACKLOG,
+            )
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(signal_number, self._stop)
+        logger.info("listening at %s", self._address)
+        await self._server.serve([self._listener])
+        return 0 if self._server.started else 1
+
+    def _stop(self) -> None:
+        """The second signal does not wait for running requests."""
+        if self._server.should_exit:
+            self._server.force_exit = True
+        self._server.should_exit = True
+        services: Services | None = getattr(self._app.state, "services", None)
+        if services is not None:
+            services.is_draining = True
+
+
+class _QuietServer(uvicorn.Server):
+    """Leaves the process's signals alone."""
+
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        await self._serve(sockets)
+
+
+def model_name_of(config: Config) -> str:
+    """What clients call the model."""
+    return config.model.name or config.model.id.rstrip("/").rsplit("/", 1)[-1]
+
+
+def trained_max_len(folder: Path) -> int:
+    """max_position_embeddings of the folder's config.json; 0 where there is none."""
+    try:
+        value = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("max_position_embeddings", 0)
+    except (OSError, ValueError, AttributeError) as error:
+        raise ModelError(f"cannot read {folder / 'config.json'}: {error}") from error
+    return value if isinstance(value, int) else 0
+
+
+def _new_services(config: Config, codec: TextCodec, max_model_len: int) -> Services:
+    """Within the event loop: the dispatcher and the pool live on it."""
+    router = config.router
+    router_id = RouterId(f"router-{secrets.token_hex(6)}")
+    metrics = Metrics(CollectorRegistry(), Side.ROUTER)
+    pool = WorkerPool(
+        PoolSettings(
+            link=LinkSettings(router_id, config.security.cluster_secret),
+            worker_timeout_s=router.worker_timeout_s,
+            join_grace_s=config.transport.join_timeout_s,
+            text_vocab_size=codec.vocab_size,
+        ),
+        metrics,
+    )
+    settings = DispatcherSettings(
+        lifecycle=LifecycleSettings(router.transfer_timeout_s, router.max_moves),
+        routing=RoutingSettings(router.local_prefill_max_tokens, config.engine.max_batch_tokens, config.engine.max_running),
+        queue_timeout_s=router.queue_timeout_s,
+        request_timeout_s=router.request_timeout_s,
+        max_queued=router.max_queued_requests,
+        share_prefix=config.kv.prefix_cache,
+    )
+    return Services(
+        config=config,
+        router_id=router_id,
+        model_name=model_name_of(config),
+        max_model_len=max_model_len,
+        codec=codec,
+        metrics=metrics,
+        admission=Admission(router.max_open_requests, config.security.api_keys, metrics),
+        pool=pool,
+        dispatcher=Dispatcher(pool, new_policy(router.policy), settings, metrics),
+    )

@@ -1,0 +1,56 @@
+"""Everything a request handler needs, made once per router process and found at `app.state.services`."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from fastapi import Request
+
+from pd_serve.config import Config
+from pd_serve.ids import RouterId
+from pd_serve.observe import Metrics
+from router.admission import Admission, Limits, limits_of
+from router.dispatcher import Dispatcher
+from router.pool import WorkerPool
+from router.tokenizer import TextCodec
+
+
+@dataclass(slots=True)
+class Services:
+    config: Config
+    router_id: RouterId
+    model_name: str
+    max_model_len: int
+    """Upper bound from the configuration or the model folder; 0: none."""
+    codec: TextCodec
+    metrics: Metrics
+    admission: Admission
+    pool: WorkerPool
+    dispatcher: Dispatcher
+    created: int = field(default_factory=lambda: int(time.time()))
+    is_draining: bool = False
+
+    def limits(self) -> Limits:
+        return limits_of(self.pool.workers, self.max_model_len, self.codec.vocab_size)
+
+    def why_not_ready(self) -> str:
+        """Empty: a request could be served now."""
+        if self.is_draining:
+            return "the router is shutting down"
+        workers = [worker for worker in self.pool.workers if worker.is_available]
+        decodes = [worker for worker in workers if worker.can_decode]
+        prefills = [worker for worker in workers if not worker.can_decode]
+        if not decodes:
+            refusals = self.pool.refusals()
+            return "no worker that decodes is linked" + (f" (refused: {'; '.join(refusals)})" if refusals else "")
+        waiting = any(self.pool.is_joining(worker) for worker in workers)
+        joined = any(decode.peer in prefill.joined and prefill.peer in decode.joined for prefill in prefills for decode in decodes)
+        if prefills and not joined and waiting:
+            return "prefill and decode workers have not joined yet"
+        return ""
+
+
+def services_of(request: Request) -> Services:
+    services: Services = request.app.state.services
+    return services
