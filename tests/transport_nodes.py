@@ -56,6 +56,8 @@ class Node:
     peer: PeerId
     transport: Transport
     events: list[TransportEvent]
+    watchers: list[Callable[[TransportEvent], None]]
+    """Called with each event at the moment it is reported."""
     region: Region
     metadata: bytes
     memory: NDArray[np.uint8]
@@ -100,11 +102,18 @@ class Nodes:
 
     def make(self, peer: PeerId, pool_nbytes: int = POOL_NBYTES, secret: bytes = SECRET, join_timeout_s: float = 5.0) -> Node:
         events: list[TransportEvent] = []
-        transport = self.factory(settings_for(peer, self.lanes, secret, join_timeout_s), events.append)
+        watchers: list[Callable[[TransportEvent], None]] = []
+
+        def sink(event: TransportEvent) -> None:
+            events.append(event)
+            for watcher in watchers:
+                watcher(event)
+
+        transport = self.factory(settings_for(peer, self.lanes, secret, join_timeout_s), sink)
         region = transport.allocate_pool(pool_nbytes)
         assert region.buffer is not None
         memory = np.frombuffer(region.buffer, np.uint8)
-        node = Node(peer, transport, events, region, transport.export_metadata(), memory)
+        node = Node(peer, transport, events, watchers, region, transport.export_metadata(), memory)
         self.made.append(node)
         return node
 
