@@ -33,6 +33,8 @@ from workers.front_links import Link
 from workers.front_view import FrontView
 
 _log = logging.getLogger(__name__)
+CLOSE_TIMEOUT_S = 1.0
+"""A router that does not read does not read the close either."""
 _POLICY_VIOLATION, _GOING_AWAY = 1008, 1001
 
 
@@ -124,10 +126,9 @@ def build_app(front: FrontControl, cluster_secret: str) -> FastAPI:
 
 
 async def _serve_link(front: FrontControl, websocket: WebSocket, router_id: RouterId) -> None:
-    """Two tasks, one per direction; the first to end ends the link."""
+    """A task per direction; the first to end, or the link's own end, ends both."""
     opening = asyncio.create_task(front.open_link(router_id))
-    receiving: asyncio.Task[str] | None = None
-    sending: asyncio.Task[str] | None = None
+    working: tuple[asyncio.Task[str], ...] = ()
     link: Link | None = None
     reason = "the front is stopping"
     try:
@@ -138,14 +139,13 @@ async def _serve_link(front: FrontControl, websocket: WebSocket, router_id: Rout
             first.cancel()
             return
         link = opening.result()
-        sending = asyncio.create_task(_send_frames(websocket, link))
-        receiving = asyncio.create_task(_receive_frames(front, websocket, link, first))
-        done, _ = await asyncio.wait((sending, receiving), return_when=asyncio.FIRST_COMPLETED)
+        jobs = (_send_frames(websocket, link), _receive_frames(front, websocket, link, first), link.until_closed())
+        working = tuple(asyncio.create_task(job) for job in jobs)
+        done, _ = await asyncio.wait(working, return_when=asyncio.FIRST_COMPLETED)
         reason = next(iter(done)).result()
     finally:
-        for task in (opening, sending, receiving):
-            if task is not None:
-                task.cancel()
+        for task in (opening, *working):
+            task.cancel()
         if link is not None:
             front.close_link(link, reason)
         await _close_socket(websocket, reason)
@@ -183,8 +183,8 @@ async def _send_frames(websocket: WebSocket, link: Link) -> str:
 async def _close_socket(websocket: WebSocket, reason: str) -> None:
     code = _POLICY_VIOLATION if "bad frame" in reason or "text" in reason else _GOING_AWAY
     try:
-        await websocket.close(code, reason[:120])
-    except (WebSocketDisconnect, RuntimeError):
+        await asyncio.wait_for(websocket.close(code, reason[:120]), CLOSE_TIMEOUT_S)
+    except (WebSocketDisconnect, RuntimeError, TimeoutError):
         return
 
 

@@ -27,6 +27,7 @@ class Link:
         self._frames: deque[bytes] = deque()
         self._nbytes = 0
         self._wake = asyncio.Event()
+        self._ended = asyncio.Event()
 
     def push(self, payload: bytes, limit_nbytes: int) -> None:
         """Queue one encoded frame; past the limit the link closes instead and lets its queue go."""
@@ -45,6 +46,12 @@ class Link:
             self.closed = reason
             self._frames.clear()
             self._wake.set()
+            self._ended.set()
+
+    async def until_closed(self) -> str:
+        """The reason, once there is one: also when the task that sends is stuck behind a router that does not read."""
+        await self._ended.wait()
+        return self.closed or ""
 
     async def next_frame(self) -> bytes | None:
         """The oldest frame, once there is one; None when the link is closed."""

@@ -1,7 +1,7 @@
 """What a front tells the rank process it starts: one JSON file, whose path is the only argument of `python -m workers.rank`.
 
-The front owns the file and the Unix socket (both in a folder that only this user may enter) and removes them when it ends. The rank connects
-to `socket_path`, sends RankReady once it can serve, and exits when the socket closes: a rank without its front serves nobody.
+The front owns the file and the Unix socket (both in a folder that only this user may enter) and removes them when it ends. The rank
+connects to `socket_path`, sends RankReady once it can serve, and exits when the socket closes: a rank without its front serves nobody.
 """
 
 from __future__ import annotations
