@@ -319,7 +319,9 @@ class LoopbackTransport:
                 self._refuse(link, problem)
         elif link is not None:
             self._accept_hello(link, hello)
-        elif len(self._early_hellos) < _MAX_EARLY_HELLOS:
+        else:
+            if len(self._early_hellos) >= _MAX_EARLY_HELLOS:
+                del self._early_hellos[next(iter(self._early_hellos))]
             self._early_hellos[sender.port_id] = hello
 
     def _on_checked_write(self, message: CheckedWrite, link: Link | None) -> None:
