@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 MIN_BACKOFF_S = 0.05
 MAX_BACKOFF_S = 2.0
+WELCOME_TIMEOUT_S = 60.0
+"""A worker whose model is still loading accepts the link and is silent until it has something to say."""
 FORGET_AFTER_S = 60.0
 """An address that neither registers nor answers for this long is forgotten (configured ones never are)."""
 
@@ -228,6 +230,9 @@ class WorkerPool:
             return
         loop = asyncio.get_running_loop()
         silent_s = loop.time() - link.last_heard_at
+        if address.worker is None and silent_s < WELCOME_TIMEOUT_S:
+            loop.call_later(self._settings.worker_timeout_s, self._watch, address, link)
+            return
         if silent_s >= self._settings.worker_timeout_s:
             logger.warning("%s: nothing heard for %.1f s, taken for lost", address.url, silent_s)
             link.abort("silent")

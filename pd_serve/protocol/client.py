@@ -202,6 +202,8 @@ class Link(asyncio.Protocol):
             response = getattr(cause, "response", None)
             if response is not None and response.status_code in (401, 403):
                 return AuthenticationError("the worker refused the cluster secret")
+            if response is not None and response.body:
+                return ProtocolError(f"link refused ({response.status_code}): {response.body[:300].decode('utf-8', 'replace')}")
             return ProtocolError(f"link handshake failed: {cause}")
         return PeerLostError(f"link closed during the handshake: {reason}")
 

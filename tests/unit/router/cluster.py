@@ -1,0 +1,94 @@
+"""A router over real sockets in front of mock workers, within the test's event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from pd_serve.config import Config, ModelConfig, RouterConfig, SecurityConfig
+from router.main import create_app
+from router.services import Services
+from router.tokenizer import FolderTokenizer
+from tests.fakes import serving, write_tokenizer
+from tests.fakes_worker import MockWorker, running
+
+MODEL = "tiny"
+
+
+@dataclass
+class Cluster:
+    url: str
+    http: httpx.AsyncClient
+    services: Services
+    addresses: dict[str, str]
+
+    async def chat(self, **fields: object) -> httpx.Response:
+        return await self.http.post("/v1/chat/completions", json=chat_body(**fields))
+
+    async def complete(self, **fields: object) -> httpx.Response:
+        return await self.http.post("/v1/completions", json=completion_body(**fields))
+
+    async def metric(self, name: str, labels: str = "") -> float:
+        text = (await self.http.get("/metrics")).text
+        for line in text.splitlines():
+            if line.startswith(name + labels + " "):
+                return float(line.rsplit(" ", 1)[1])
+        return 0.0
+
+
+def chat_body(**fields: object) -> dict[str, object]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 8, "temperature": 0, **fields}
+
+
+def completion_body(**fields: object) -> dict[str, object]:
+    return {"model": MODEL, "prompt": "hi", "max_tokens": 8, "temperature": 0, **fields}
+
+
+@asynccontextmanager
+async def cluster(
+    tmp_path: Path, *workers: MockWorker, wait_ready: bool = True, security: SecurityConfig | None = None, **router: object
+) -> AsyncIterator[Cluster]:
+    """Ends only when nothing is left in the router's tables and at no worker."""
+    codec = FolderTokenizer(write_tokenizer(tmp_path / "model"))
+    async with AsyncExitStack() as stack:
+        addresses = {worker.info.info.peer.worker_id: await stack.enter_async_context(running(worker)) for worker in workers}
+        settings = RouterConfig.model_validate({"workers": tuple(addresses.values()), **router})
+        config = Config(model=ModelConfig(name=MODEL), router=settings, security=security or SecurityConfig())
+        app = create_app(config, codec)
+        url = await stack.enter_async_context(serving(app))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20.0))
+        services: Services = app.state.services
+        made = Cluster(url, http, services, addresses)
+        if wait_ready:
+            await until(lambda: not services.why_not_ready() and len(services.pool.workers) == len(workers), "ready")
+            await asyncio.sleep(0)
+        yield made
+        await until(services.dispatcher.is_empty, "nothing left in the dispatcher")
+        await until(lambda: services.admission.num_open == 0, "admission left")
+        for worker in workers:
+            if worker.num_links:
+                await until(lambda worker=worker: not worker.open_attempts, f"nothing left at {worker.info.info.peer}")
+
+
+async def until(condition: Callable[[], object], what: str, timeout_s: float = 3.0) -> None:
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    while not condition():
+        assert asyncio.get_running_loop().time() < deadline, f"not in {timeout_s} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+def events_of(text: str) -> list[dict[str, object] | str]:
+    """The data of each event; `[DONE]` as it stands."""
+    events: list[dict[str, object] | str] = []
+    for block in text.split("\n\n"):
+        if block:
+            assert block.startswith("data: "), block
+            data = block.removeprefix("data: ")
+            events.append(data if data == "[DONE]" else json.loads(data))
+    return events
