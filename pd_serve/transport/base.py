@@ -136,6 +136,8 @@ class TransportSettings(msgspec.Struct, frozen=True):
     """Bytes per second below which a join is refused; 0 accepts any."""
     join_timeout_s: float = 5.0
     probe_nbytes: int = 1 << 20
+    binding: str = "auto"
+    """Binding of UCX, as in TransportConfig; other transports have none."""
 
 
 class Transport(Protocol):

@@ -1,0 +1,191 @@
+"""The same bytes as eager messages that the target checks against its write windows and copies: both ends of that path.
+
+Writer: packs small pieces of one lease into messages of up to PACK_NBYTES, keeps at most MAX_INFLIGHT_NBYTES of messages in the hands of
+UCX per peer (a peer that has stopped reading costs that much and no more; the rest waits in the queue), and asks the target, in order
+behind the data, to say what it has handled. A flush is only that answer: the local completion of a message says nothing of its arrival.
+
+Receiver: every message is decoded, matched to a live session by its token, to a window by (writer, lease, epoch), and to its ranges, all
+before the first byte is copied. A stale message (no live window) is dropped and counted; it fails nobody's flush, since the target
+has let go of that lease itself and will take no completion for it. Called inside the library's progress: it calls nothing of UCX.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+
+from pd_serve.ids import Epoch
+from pd_serve.transport.ucx.messages import MAX_PIECES, PROBE_LEASE, FlushReply, FlushRequest, encode_data_header
+from pd_serve.transport.ucx.seam import IN_PROGRESS, Channel, Endpoint, Request
+from pd_serve.transport.ucx.writer import Completion, Pieces, cut
+
+PACK_NBYTES = 64 * 1024
+"""Pieces are gathered into one message up to this size; a piece at least half as large travels alone, uncopied."""
+MAX_INFLIGHT_NBYTES = 2 * 1024 * 1024
+
+
+class CheckedWriter:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        token: bytes,
+        stream: int,
+        pool_address: int,
+        scratch_address: int,
+        can_gather: bool,
+        send: Callable[[FlushRequest], None],
+    ) -> None:
+        self._endpoint = endpoint
+        self._token = token
+        self._stream = stream
+        self._pool_address = pool_address
+        self._scratch_address = scratch_address
+        self._can_gather = can_gather
+        self._send = send
+        self._queue: deque[Pieces | int] = deque()
+        self._position = 0
+        self._inflight: deque[tuple[Request, int, object]] = deque()
+        self._inflight_nbytes = 0
+        self._num_messages = 0
+        self._seq = 0
+        self._awaited: dict[int, int] = {}
+        self._completions: list[Completion] = []
+        self.num_bytes = 0
+        self.num_writes = 0
+
+    def write(self, pieces: Pieces) -> None:
+        if pieces.sizes:
+            self._queue.append(cut(pieces))
+
+    def probe(self, nbytes: int) -> None:
+        self._queue.append(cut(Pieces(PROBE_LEASE, Epoch(0), [0], [0], [nbytes])))
+
+    def flush(self, token: int) -> None:
+        self._queue.append(token)
+
+    def pump(self) -> bool:
+        moved = self._reap()
+        while self._queue and self._inflight_nbytes < MAX_INFLIGHT_NBYTES and self._endpoint.failure is None:
+            head = self._queue[0]
+            if isinstance(head, Pieces):
+                self._send_some(head)
+            else:
+                self._queue.popleft()
+                self._seq += 1
+                self._awaited[self._seq] = head
+                self._send(FlushRequest(self._seq, self._stream, self._num_messages))
+            moved = True
+        return moved
+
+    def on_reply(self, reply: FlushReply) -> None:
+        """The target has handled everything before flush `seq`."""
+        token = self._awaited.pop(reply.seq, None)
+        if token is None:
+            return  # of a flush that was aborted
+        detail = f"{reply.num_outside} messages named bytes outside the lease's window" if reply.num_outside else ""
+        self._completions.append(Completion(token, not detail, detail))
+
+    def take_completions(self) -> list[Completion]:
+        completions, self._completions = self._completions, []
+        return completions
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._queue or self._inflight or self._awaited)
+
+    def abort(self, detail: str) -> None:
+        pending = [*self._awaited.values(), *(item for item in self._queue if isinstance(item, int))]
+        self._queue.clear()
+        self._position = 0
+        self._awaited.clear()
+        self._completions += [Completion(token, False, detail) for token in pending]
+
+    def close(self) -> None:
+        for request, _, _ in self._inflight:
+            request.release()
+
+    def _reap(self) -> bool:
+        moved = False
+        while self._inflight and self._inflight[0][0].poll() != IN_PROGRESS:
+            self._inflight_nbytes -= self._inflight.popleft()[1]
+            moved = True
+        return moved
+
+    def _send_some(self, pieces: Pieces) -> None:
+        """Send the next message of the head of the queue."""
+        first = self._position
+        nbytes = pieces.sizes[first]
+        end = first + 1
+        if self._can_gather and nbytes < PACK_NBYTES // 2:
+            while end < len(pieces.sizes) and end - first < MAX_PIECES and nbytes + pieces.sizes[end] <= PACK_NBYTES:
+                nbytes += pieces.sizes[end]
+                end += 1
+        table = [0] * (2 * (end - first))
+        table[0::2] = pieces.remote[first:end]
+        table[1::2] = pieces.sizes[first:end]
+        header = encode_data_header(self._token, pieces.lease_id, pieces.epoch, self._stream, table)
+        base = self._scratch_address if pieces.lease_id == PROBE_LEASE else self._pool_address
+        staging: object = None
+        if end - first == 1:
+            address = base + pieces.local[first]
+        else:
+            staging = buffer = ctypes.create_string_buffer(nbytes)
+            address = position = ctypes.addressof(buffer)
+            for offset, size in zip(pieces.local[first:end], pieces.sizes[first:end], strict=True):
+                ctypes.memmove(position, base + offset, size)
+                position += size
+        request = self._endpoint.send(Channel.DATA, header, address, nbytes)
+        self._num_messages += 1
+        if request.poll() == IN_PROGRESS:
+            self._inflight.append((request, nbytes, staging))
+            self._inflight_nbytes += nbytes
+        if pieces.lease_id != PROBE_LEASE:
+            self.num_bytes += nbytes
+            self.num_writes += end - first
+        if end == len(pieces.sizes):
+            self._queue.popleft()
+            self._position = 0
+        else:
+            self._position = end
+
+
+class Inbound:
+    """The target's side of one session: what has been handled, and which flushes wait for how much."""
+
+    __slots__ = ("_num_handled", "_num_outside", "_stream", "_waiting")
+
+    def __init__(self) -> None:
+        self._stream = 0
+        self._num_handled = 0
+        self._num_outside = 0
+        self._waiting: list[FlushRequest] = []
+
+    def handled(self, stream: int, is_outside: bool) -> None:
+        """A message landed, or was stale, or named bytes outside its own live window (the writer is wrong, and must hear of it)."""
+        if stream > self._stream:
+            self._stream, self._num_handled, self._num_outside = stream, 0, 0
+        if stream == self._stream:
+            self._num_handled += 1
+            self._num_outside += is_outside
+
+    def on_flush(self, request: FlushRequest) -> None:
+        self._waiting.append(request)
+
+    def replies(self) -> list[FlushReply]:
+        """Answers to the flushes whose messages have all been handled."""
+        if not self._waiting:
+            return []
+        waiting = [request for request in self._waiting if request.stream >= self._stream and not self._is_answered(request)]
+        ready = [request for request in self._waiting if self._is_answered(request)]
+        self._waiting = waiting
+        answers = []
+        for request in ready:
+            answers.append(FlushReply(request.seq, self._num_outside))
+            self._num_outside = 0
+        return answers
+
+    def _is_answered(self, request: FlushRequest) -> bool:
+        if request.num_messages == 0:
+            return True
+        return request.stream == self._stream and request.num_messages <= self._num_handled

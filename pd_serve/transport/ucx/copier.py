@@ -1,0 +1,60 @@
+"""Copies of bytes that arrived in a message into the pool, wherever the pool lies."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Protocol
+
+from pd_serve.errors import TransportError, TransportUnavailableError
+
+
+class Copier(Protocol):
+    can_gather: bool
+    """The pool can be read by this process's CPU, so several small pieces may be packed into one message."""
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        """From host memory at `source` into the pool at `target`; done when it returns."""
+        ...
+
+
+class HostCopier:
+    can_gather = True
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        ctypes.memmove(target, source, nbytes)
+
+
+class CudaCopier:
+    """Through the CUDA driver, in the primary context of one device. Not run on hardware here."""
+
+    can_gather = False
+
+    def __init__(self, device_index: int) -> None:
+        try:
+            self._cuda = ctypes.CDLL("libcuda.so.1")
+        except OSError as error:
+            raise TransportUnavailableError("a pool in GPU memory needs the CUDA driver (libcuda.so.1)") from error
+        self._cuda.cuMemcpyHtoD_v2.argtypes = (ctypes.c_uint64, ctypes.c_void_p, ctypes.c_size_t)
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._check(self._cuda.cuInit(0), "cuInit")
+        self._check(self._cuda.cuDeviceGet(ctypes.byref(device), device_index), "cuDeviceGet")
+        self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
+        self._check(self._cuda.cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+    def copy(self, target: int, source: int, nbytes: int) -> None:
+        self._check(self._cuda.cuMemcpyHtoD_v2(target, source, nbytes), "cuMemcpyHtoD")
+
+    @staticmethod
+    def _check(result: int, what: str) -> None:
+        if result != 0:
+            raise TransportError(f"CUDA: {what} returned {result}")
+
+
+def copier_for(device: str) -> Copier:
+    """`cpu`, `cuda` or `cuda:<index>`. Raises TransportUnavailableError, TransportError."""
+    if device == "cpu":
+        return HostCopier()
+    kind, _, index = device.partition(":")
+    if kind != "cuda" or not (index or "0").isdigit():
+        raise TransportError(f"a pool on device {device!r} cannot be registered")
+    return CudaCopier(int(index or 0))

@@ -1,0 +1,108 @@
+"""Letting go of peers without waiting: last writes flushed, Bye sent and flushed, endpoint closed; each with a deadline, by force after it.
+
+Closing is always by force, after a flush: a graceful close of a peer that has stopped reading never ends. The Bye tells the other side
+that this one has let go of its memory, so it must be the last thing after the last write.
+"""
+
+from __future__ import annotations
+
+from pd_serve.errors import TransportError
+from pd_serve.transport.ucx.lanes import Lane
+from pd_serve.transport.ucx.messages import Bye, Hello, Refusal
+from pd_serve.transport.ucx.peer import Node, Peer, Phase
+from pd_serve.transport.ucx.seam import IN_PROGRESS, Channel, Endpoint, Request
+
+DEPARTURE_S = 1.0
+MAX_STRANGERS = 16
+"""Refusals to processes that were never added, under way at once; past that they find out by their own deadline."""
+
+
+class Departures:
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._strangers: list[tuple[Endpoint, Request, float]] = []
+
+    def begin(self, peer: Peer, detail: str | None) -> None:
+        """The peer is known no more from here on. `detail` goes into a Bye if the peer can still be reached; None says nothing."""
+        node = self._node
+        node.peers.pop(peer.id, None)
+        endpoint = peer.endpoint
+        can_speak = endpoint is not None and endpoint.failure is None and peer.handshake.outgoing_token is not None
+        if not can_speak or detail is None:
+            self._end(peer)
+            return
+        peer.phase = Phase.LEAVING
+        peer.deadline = node.clock.now() + DEPARTURE_S
+        peer.bye = detail[:1024]
+        if peer.writer is not None:
+            peer.writer.abort("leaving")
+        node.leaving.append(peer)
+        self._advance(peer)
+
+    def pump(self, now: float) -> bool:
+        moved = False
+        for peer in list(self._node.leaving):
+            moved |= self._advance(peer)
+            if now >= peer.deadline and peer in self._node.leaving:
+                self._end(peer)
+                moved = True
+        for entry in list(self._strangers):
+            endpoint, request, deadline = entry
+            if request.poll() != IN_PROGRESS or endpoint.failure is not None or now >= deadline:
+                endpoint.close()
+                self._strangers.remove(entry)
+                moved = True
+        return moved
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._node.leaving and not self._strangers
+
+    def next_deadline(self) -> float | None:
+        return min([peer.deadline for peer in self._node.leaving] + [entry[2] for entry in self._strangers], default=None)
+
+    def refuse_stranger(self, hello: Hello, detail: str) -> None:
+        """Tell the sender of an authentic hello, who may never have been added here, that it has come to the wrong place."""
+        node = self._node
+        if len(self._strangers) >= MAX_STRANGERS or hello.lane not in {lane.value for lane in node.ports.lanes}:
+            return
+        message = node.join_codec.encode(Refusal(node.settings.self_id, hello.nonce, detail))
+        try:
+            endpoint = node.ports[Lane(hello.lane)].worker.connect(hello.reply_address)
+        except TransportError:
+            return
+        endpoint.send(Channel.JOIN, message)
+        self._strangers.append((endpoint, endpoint.flush(), node.clock.now() + DEPARTURE_S))
+
+    def close(self) -> None:
+        for peer in list(self._node.leaving):
+            self._end(peer)
+        for endpoint, _, _ in self._strangers:
+            endpoint.close()
+        self._strangers.clear()
+
+    def _advance(self, peer: Peer) -> bool:
+        endpoint = peer.endpoint
+        if endpoint is None or endpoint.failure is not None:
+            self._end(peer)
+            return True
+        if peer.closing is None:
+            peer.closing = endpoint.flush()
+        if peer.closing.poll() == IN_PROGRESS:
+            return False
+        if peer.bye is not None:
+            self._node.send_session(peer, Bye(peer.bye))
+            peer.bye = None
+            peer.closing = endpoint.flush()
+        elif not self._node.fences.can_write(peer.id):
+            self._end(peer)
+        else:
+            return False  # it can still write here: wait for its own Bye, until the deadline
+        return True
+
+    def _end(self, peer: Peer) -> None:
+        peer.phase = Phase.LEAVING
+        if peer in self._node.leaving:
+            self._node.leaving.remove(peer)
+        self._node.close_sessions(peer)
+        peer.close()

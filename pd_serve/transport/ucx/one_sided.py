@@ -1,0 +1,143 @@
+"""Puts straight into the peer's memory: shared memory that UCX allocated, RDMA.
+
+Delivered means: the flush returned OK, the endpoint has not failed, and the peer's process (where it can be seen) still lives at that
+moment. UCX completes queued puts and the flush with OK when the target has closed its side by force, and a put into the shared memory of
+a dead process succeeds too.
+
+On shared memory a put is a copy made inside the call; `pump` therefore issues at most MAX_PUMP_NBYTES at a time, so that one long batch
+does not keep other peers waiting. On RDMA puts are queued by UCX; at most MAX_UNFLUSHED_PUTS are out before a flush has to catch up.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from pd_serve.ids import Epoch
+from pd_serve.transport.ucx.messages import PROBE_LEASE
+from pd_serve.transport.ucx.seam import IN_PROGRESS, OK, Endpoint, Memory, RemoteKey, Request
+from pd_serve.transport.ucx.writer import Completion, Pieces, cut
+
+MAX_PUMP_NBYTES = 4 * 1024 * 1024
+MAX_UNFLUSHED_PUTS = 8192
+
+
+class Side:
+    """One memory as a source here and one as a target there."""
+
+    __slots__ = ("key", "local_base", "memory", "remote_base")
+
+    def __init__(self, local_base: int, memory: Memory | None, remote_base: int, key: RemoteKey) -> None:
+        self.local_base = local_base
+        self.memory = memory
+        self.remote_base = remote_base
+        self.key = key
+
+
+class OneSidedWriter:
+    def __init__(self, endpoint: Endpoint, pool: Side, scratch: Side, is_alive: Callable[[], bool]) -> None:
+        self._endpoint = endpoint
+        self._pool = pool
+        self._scratch = scratch
+        self._is_alive = is_alive
+        self._queue: deque[tuple[Side, Pieces] | int] = deque()
+        self._flushes: deque[tuple[int | None, Request, int]] = deque()
+        self._num_unflushed = 0
+        self._num_issued = 0
+        self._completions: list[Completion] = []
+        self.num_bytes = 0
+        self.num_writes = 0
+
+    def write(self, pieces: Pieces) -> None:
+        self._queue.append((self._pool, cut(pieces)))
+
+    def probe(self, nbytes: int) -> None:
+        self._queue.append((self._scratch, cut(Pieces(PROBE_LEASE, Epoch(0), [0], [0], [nbytes]), 64 * 1024)))
+
+    def flush(self, token: int) -> None:
+        self._queue.append(token)
+
+    def pump(self) -> bool:
+        budget = MAX_PUMP_NBYTES
+        moved = False
+        while self._queue and budget > 0:
+            head = self._queue[0]
+            if isinstance(head, int):
+                self._queue.popleft()
+                self._start_flush(head)
+            elif self._num_unflushed >= MAX_UNFLUSHED_PUTS:
+                if not self._flushes:
+                    self._start_flush(None)
+                break  # until the flush under way has caught up
+            else:
+                self._queue.popleft()
+                budget -= self._issue(*head, budget)
+            moved = True
+        return self._collect() or moved
+
+    def take_completions(self) -> list[Completion]:
+        completions, self._completions = self._completions, []
+        return completions
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._queue or self._flushes)
+
+    def abort(self, detail: str) -> None:
+        pending = [token for token, _, _ in self._flushes if token is not None] + [item for item in self._queue if isinstance(item, int)]
+        self._queue.clear()
+        for _, request, _ in self._flushes:
+            request.release()
+        self._flushes.clear()
+        self._completions += [Completion(token, False, detail) for token in pending]
+
+    def close(self) -> None:
+        self.abort("closed")
+        self._pool.key.close()
+        self._scratch.key.close()
+
+    def _issue(self, side: Side, pieces: Pieces, budget: int) -> int:
+        """Issue a prefix of the pieces; the rest goes back to the front of the queue. Returns the bytes issued."""
+        count, nbytes = 0, 0
+        for size in pieces.sizes:
+            if nbytes >= budget or count >= MAX_UNFLUSHED_PUTS:
+                break
+            nbytes += size
+            count += 1
+        sizes = pieces.sizes[:count]
+        local = [side.local_base + offset for offset in pieces.local[:count]]
+        remote = [side.remote_base + offset for offset in pieces.remote[:count]]
+        num_queued = self._endpoint.put(local, remote, sizes, side.key, side.memory)
+        self._num_unflushed += num_queued
+        self._num_issued += num_queued
+        if side is self._pool:
+            self.num_bytes += nbytes
+            self.num_writes += count
+        if count < len(pieces.sizes):
+            rest = Pieces(pieces.lease_id, pieces.epoch, pieces.local[count:], pieces.remote[count:], pieces.sizes[count:])
+            self._queue.appendleft((side, rest))
+        return nbytes
+
+    def _start_flush(self, token: int | None) -> None:
+        self._flushes.append((token, self._endpoint.flush(), self._num_issued))
+        self._num_issued = 0
+
+    def _collect(self) -> bool:
+        moved = False
+        while self._flushes:
+            token, request, num_puts = self._flushes[0]
+            status = request.poll()
+            if status == IN_PROGRESS:
+                break
+            self._flushes.popleft()
+            self._num_unflushed -= num_puts
+            moved = True
+            if token is None:
+                continue
+            if status != OK or self._endpoint.failure is not None:
+                self._completions.append(Completion(token, False, self._endpoint.failure or f"flush failed ({status})"))
+            elif not self._is_alive():
+                self._completions.append(Completion(token, False, "the peer's process has ended"))
+            else:
+                self._completions.append(Completion(token, True, ""))
+        return moved
