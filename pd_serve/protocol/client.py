@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from typing import cast, TypeVar
+from typing import TypeVar, cast
 from urllib.parse import urlsplit
 
 import httpx
