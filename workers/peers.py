@@ -35,9 +35,8 @@ class _Entry:
     one_sided: bool = False
     bandwidth: float = 0.0
     detail: str = ""
-    retry_at: float = 0.0
-    """LOST: not joined again before."""
-    fence_again_at: float = 0.0
+    look_at: float | None = None
+    """When to try to remove (and join again, or fence) it; None: nothing to do until something happens."""
 
 
 class PeerTable:
@@ -64,9 +63,7 @@ class PeerTable:
         )
 
     def next_deadline(self) -> float | None:
-        times = [entry.retry_at for peer, entry in self._entries.items() if entry.state is _State.LOST and self.is_wanted(peer)]
-        times += [entry.fence_again_at for entry in self._entries.values() if entry.fence_again_at]
-        return min(times, default=None)
+        return min((entry.look_at for entry in self._entries.values() if entry.look_at is not None), default=None)
 
     # ---- what happens
 
@@ -87,10 +84,10 @@ class PeerTable:
             return
         match event:
             case PeerJoined():
-                entry.state, entry.detail = _State.JOINED, ""
+                entry.state, entry.detail, entry.look_at = _State.JOINED, "", None
                 entry.lane, entry.one_sided, entry.bandwidth = event.lane, event.one_sided, event.bandwidth
             case PeerRefused() | PeerLost():
-                entry.state, entry.detail, entry.retry_at = _State.LOST, event.detail, now + self._rejoin_after_s
+                entry.state, entry.detail, entry.look_at = _State.LOST, event.detail, now + self._rejoin_after_s
                 entry.lane, entry.one_sided, entry.bandwidth = "", False, 0.0
             case PeerFenced():
                 pass
@@ -105,10 +102,15 @@ class PeerTable:
                 if not is_wanted:
                     del self._entries[peer]
                 continue
-            if is_wanted and (entry.state is not _State.LOST or entry.retry_at > now):
+            if is_wanted and entry.state is not _State.LOST:
+                entry.look_at = None
+                continue
+            if is_wanted and entry.look_at is not None and now < entry.look_at:
                 continue
             if is_busy(peer):
-                actions += self._fence_superseded(peer, entry, wanted, now)
+                if entry.look_at is None or now >= entry.look_at:
+                    entry.look_at = now + self._rejoin_after_s
+                    actions += self._fence_superseded(peer, wanted)
                 continue
             actions.append(RemovePeer(peer))
             del self._entries[peer]
@@ -122,7 +124,7 @@ class PeerTable:
         entry = self._entries.get(peer)
         if entry is None or entry.state is _State.INCOMPATIBLE:
             return []
-        entry.state, entry.detail, entry.retry_at = _State.LOST, "a flush did not end", now + self._rejoin_after_s
+        entry.state, entry.detail, entry.look_at = _State.LOST, "a flush did not end", now + self._rejoin_after_s
         return [RemovePeer(peer)]
 
     # ---- inside
@@ -158,10 +160,7 @@ class PeerTable:
             return f"KV layout {info.layout}, here {ours.layout}"
         return ""
 
-    def _fence_superseded(self, peer: PeerId, entry: _Entry, wanted: dict[PeerId, PeerInfo], now: float) -> list[Action]:
+    def _fence_superseded(self, peer: PeerId, wanted: dict[PeerId, PeerInfo]) -> list[Action]:
         """A worker that was started anew while the old process still holds something here: end the old one."""
-        superseded = peer not in wanted and any(other.worker_id == peer.worker_id for other in wanted)
-        if not superseded or now < entry.fence_again_at:
-            return []
-        entry.fence_again_at = now + self._rejoin_after_s
-        return [HardFence(peer)]
+        is_superseded = peer not in wanted and any(other.worker_id == peer.worker_id for other in wanted)
+        return [HardFence(peer)] if is_superseded else []
