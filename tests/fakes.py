@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from socket import socket
+from socket import AF_INET, IPPROTO_TCP, SO_REUSEADDR, SOCK_STREAM, SOL_SOCKET, socket
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -143,8 +143,8 @@ async def serving(app: ASGIApp, listener: socket | None = None, lifespan: str = 
 
 
 def loopback_listener(port: int = 0) -> socket:
-    listener = socket()
-    listener.setsockopt(1, 2, 1)  # SOL_SOCKET, SO_REUSEADDR
+    listener = socket(AF_INET, SOCK_STREAM, IPPROTO_TCP)  # named: asyncio sets TCP_NODELAY only where the protocol is
+    listener.setsockopt(SOL_SOCKET, SO_REUSEADDR, 1)
     listener.bind(("127.0.0.1", port))
     return listener
 
