@@ -14,6 +14,7 @@ from __future__ import annotations
 import ctypes
 from collections import deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 from pd_serve.ids import Epoch
 from pd_serve.transport.ucx.messages import MAX_PIECES, PROBE_LEASE, FlushReply, FlushRequest, encode_data_header
@@ -25,23 +26,28 @@ PACK_NBYTES = 64 * 1024
 MAX_INFLIGHT_NBYTES = 2 * 1024 * 1024
 
 
+class Source(NamedTuple):
+    """The memory that is written from."""
+
+    pool_address: int
+    scratch_address: int
+    can_gather: bool
+    """It can be read by this process's CPU."""
+
+
 class CheckedWriter:
     def __init__(
         self,
         endpoint: Endpoint,
         token: bytes,
         stream: int,
-        pool_address: int,
-        scratch_address: int,
-        can_gather: bool,
+        source: Source,
         send: Callable[[FlushRequest], None],
     ) -> None:
         self._endpoint = endpoint
         self._token = token
         self._stream = stream
-        self._pool_address = pool_address
-        self._scratch_address = scratch_address
-        self._can_gather = can_gather
+        self._source = source
         self._send = send
         self._queue: deque[Pieces | int] = deque()
         self._position = 0
@@ -117,7 +123,7 @@ class CheckedWriter:
         first = self._position
         nbytes = pieces.sizes[first]
         end = first + 1
-        if self._can_gather and nbytes < PACK_NBYTES // 2:
+        if self._source.can_gather and nbytes < PACK_NBYTES // 2:
             while end < len(pieces.sizes) and end - first < MAX_PIECES and nbytes + pieces.sizes[end] <= PACK_NBYTES:
                 nbytes += pieces.sizes[end]
                 end += 1
@@ -125,7 +131,7 @@ class CheckedWriter:
         table[0::2] = pieces.remote[first:end]
         table[1::2] = pieces.sizes[first:end]
         header = encode_data_header(self._token, pieces.lease_id, pieces.epoch, self._stream, table)
-        base = self._scratch_address if pieces.lease_id == PROBE_LEASE else self._pool_address
+        base = self._source.scratch_address if pieces.lease_id == PROBE_LEASE else self._source.pool_address
         staging: object = None
         if end - first == 1:
             address = base + pieces.local[first]

@@ -1,6 +1,6 @@
-"""Letting go of peers without waiting: last writes flushed, Bye sent and flushed, endpoint closed; each with a deadline, by force after it.
+"""Letting go of peers without waiting: last puts flushed, Bye sent, endpoint closed; all with one deadline, by force after it.
 
-Closing is always by force, after a flush: a graceful close of a peer that has stopped reading never ends. The Bye tells the other side
+Closing is always by force: a graceful close of a peer that has stopped reading never ends. The Bye tells the other side
 that this one has let go of its memory, so it must be the last thing after the last write.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 from pd_serve.errors import TransportError
 from pd_serve.transport.ucx.lanes import Lane
 from pd_serve.transport.ucx.messages import Bye, Hello, Refusal
+from pd_serve.transport.ucx.one_sided import OneSidedWriter
 from pd_serve.transport.ucx.peer import Node, Peer, Phase
 from pd_serve.transport.ucx.seam import IN_PROGRESS, Channel, Endpoint, Request
 
@@ -20,6 +21,8 @@ MAX_STRANGERS = 16
 class Departures:
     def __init__(self, node: Node) -> None:
         self._node = node
+        self.is_closing = False
+        """This process ends: nobody is left who would want to know when a peer has let go of the pool."""
         self._strangers: list[tuple[Endpoint, Request, float]] = []
 
     def begin(self, peer: Peer, detail: str | None) -> None:
@@ -86,19 +89,20 @@ class Departures:
         if endpoint is None or endpoint.failure is not None:
             self._end(peer)
             return True
-        if peer.closing is None:
-            peer.closing = endpoint.flush()
-        if peer.closing.poll() == IN_PROGRESS:
-            return False
         if peer.bye is not None:
+            if isinstance(peer.writer, OneSidedWriter):
+                peer.closing = peer.closing or endpoint.flush()
+                if peer.closing.poll() == IN_PROGRESS:
+                    return False
             self._node.send_session(peer, Bye(peer.bye))
             peer.bye = None
-            peer.closing = endpoint.flush()
-        elif not self._node.fences.can_write(peer.id):
+        peer.reap()
+        if peer.sends:
+            return False
+        if self.is_closing or not self._node.fences.can_write(peer.id):
             self._end(peer)
-        else:
-            return False  # it can still write here: wait for its own Bye, until the deadline
-        return True
+            return True
+        return False  # it can still write here: wait for its own Bye, until the deadline
 
     def _end(self, peer: Peer) -> None:
         peer.phase = Phase.LEAVING

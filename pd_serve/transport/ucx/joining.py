@@ -12,7 +12,7 @@ import secrets
 from pd_serve.errors import ProtocolError, TransportError
 from pd_serve.ids import PeerId
 from pd_serve.transport.base import NoticeReceived, PeerJoined, PeerRefused
-from pd_serve.transport.ucx.checked import CheckedWriter
+from pd_serve.transport.ucx.checked import CheckedWriter, Source
 from pd_serve.transport.ucx.departures import Departures
 from pd_serve.transport.ucx.handshake import Handshake, major_minor
 from pd_serve.transport.ucx.lanes import choose_lane
@@ -214,6 +214,7 @@ class Joining:
             return
         if peer.is_local and not node.fences.watch(peer.id, hello.process):
             return  # said before its process ended
+        is_news = hello.nonce not in peer.handshake.incoming_tokens
         answer = peer.handshake.on_hello(hello)
         if answer.pool.key:
             node.fences.expose(peer.id)
@@ -223,6 +224,8 @@ class Joining:
                 return
             peer.connect()
         node.send_join(peer, answer)
+        if is_news and peer.phase is Phase.JOINING and peer.handshake.answer is None:
+            node.send_join(peer, peer.handshake.hello)  # the earlier one came before this side was added there
 
     def _on_answer(self, answer: Answer, peer: Peer) -> None:
         if peer.handshake.on_answer(answer):
@@ -268,9 +271,8 @@ class Joining:
             def send(request: FlushRequest) -> None:
                 node.send_session(peer, request)
 
-            return CheckedWriter(
-                endpoint, token, peer.num_endpoints, node.pool.region.address, node.pool.scratch_address, node.pool.copier.can_gather, send
-            )
+            source = Source(node.pool.region.address, node.pool.scratch_address, node.pool.copier.can_gather)
+            return CheckedWriter(endpoint, token, peer.num_endpoints, source, send)
         scratch_address, scratch_memory = node.pool.scratch_on(peer.port.lane)
         pool = Side(
             node.pool.region.address, node.pool.memory_on(peer.port.lane), answer.pool.address, endpoint.unpack_key(answer.pool.key)

@@ -247,6 +247,7 @@ class UcxTransport:
         self._is_closed = True
         node = self._node_or_none
         if node is not None:
+            self._departures.is_closing = True
             for peer in list(node.peers.values()):
                 self._sessions.fail_flushes(peer, "closed")
                 self._departures.begin(peer, "closed")
