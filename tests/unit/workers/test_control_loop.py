@@ -177,6 +177,25 @@ def test_prefix_known_to_decode_is_not_sent_again(pair: tuple[Rank, Rank]) -> No
     assert [t.token_id for t in tokens_of(decode.driver, AttemptId(2))] == expected_tokens(longer, 6)
 
 
+@pytest.mark.parametrize("num_warm", [0, 3, 4, 5, 8, 11, 12, 16, 19])
+@pytest.mark.parametrize("is_prefill_warm", [False, True])
+def test_only_the_suffix_that_decode_lacks_is_moved(pair: tuple[Rank, Rank], num_warm: int, is_prefill_warm: bool) -> None:
+    prefill, decode = pair
+    one = SamplingParams(max_tokens=1, temperature=0.0)
+    if num_warm:
+        open_local(decode.driver, 1, PROMPT[:num_warm], one)
+        tokens_of(decode.driver, AttemptId(1))
+    if is_prefill_warm:
+        open_local(prefill.driver, 2, PROMPT[:10], one)
+        tokens_of(prefill.driver, AttemptId(2))
+    tokens = run_pair(prefill.driver, decode.driver, 3, PROMPT, GREEDY)
+    assert [t.token_id for t in tokens] == expected_tokens(PROMPT, 6)
+    num_known = min(num_warm, len(PROMPT) - 1) // 4 * 4
+    prefill.driver.send(GetTrace(1))
+    (trace,) = prefill.driver.wait_rank(Traces).traces
+    assert sum(layer.nbytes for layer in trace.layers) == (len(PROMPT) - num_known) * small_layout().bytes_per_token
+
+
 def test_many_attempts_at_once_keep_their_tokens_apart(pair: tuple[Rank, Rank]) -> None:
     prefill, decode = pair
     prompts = {attempt: tuple((attempt * 13 + i) % VOCAB_SIZE for i in range(3 + attempt)) for attempt in range(1, 7)}

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from pd_serve.clock import MonotonicClock
+from pd_serve.engine.batch import Batch, StepResult
+from workers.engine_thread import MAX_FAILED_STEPS, EngineFailed, EngineThread, LayerHook
+from workers.events import StepDone, StepFailed
+from workers.transport_commands import LayerReady
+
+
+class Runner:
+    """Two layers; fails the steps it is told to."""
+
+    def __init__(self, failing: frozenset[int] = frozenset()) -> None:
+        self._failing = failing
+        self.threads: set[str] = set()
+
+    def execute(self, batch: Batch, on_layer: Callable[[int], None] | None) -> StepResult:
+        self.threads.add(threading.current_thread().name)
+        if batch.step_id in self._failing:
+            raise ValueError("planted")
+        for layer in range(2):
+            if on_layer is not None:
+                on_layer(layer)
+        return StepResult(batch.step_id, (), 0.0, 1.0)
+
+
+@pytest.fixture
+def engine() -> Iterator[tuple[EngineThread, SimpleQueue[object]]]:
+    said: SimpleQueue[object] = SimpleQueue()
+    thread = EngineThread(said.put, MonotonicClock())
+    thread.start()
+    yield thread, said
+    assert thread.stop(5)
+
+
+def test_layers_are_reported_before_the_end_of_their_step(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
+    thread, said = engine
+    runner = Runner()
+    thread.serve(runner, LayerHook(said.put))
+    thread.run(Batch(4, ()), is_pushed=True)
+    layers = [said.get(timeout=5), said.get(timeout=5)]
+    assert [(item.step_id, item.layer, item.ready) for item in layers if isinstance(item, LayerReady)] == [(4, 0, None), (4, 1, None)]
+    assert isinstance(said.get(timeout=5), StepDone)
+    assert runner.threads == {"engine"}
+
+
+def test_step_without_pushes_reports_no_layer(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
+    thread, said = engine
+    thread.serve(Runner(), LayerHook(said.put))
+    thread.run(Batch(1, ()), is_pushed=False)
+    assert isinstance(said.get(timeout=5), StepDone)
+
+
+def test_device_that_writes_later_is_waited_for_layer_by_layer(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
+    thread, said = engine
+    waited: list[int] = []
+    thread.serve(Runner(), LayerHook(said.put, waited.append))
+    thread.run(Batch(1, ()), is_pushed=True)
+    for _ in range(2):
+        layer = said.get(timeout=5)
+        assert isinstance(layer, LayerReady)
+        assert layer.ready is not None
+        layer.ready()
+    assert waited == [0, 1]
+    said.get(timeout=5)
+
+
+def test_failed_steps_in_a_row_end_the_engine_but_single_ones_do_not(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
+    thread, said = engine
+    failing = frozenset({1, 2, 4, 5, 6})
+    thread.serve(Runner(failing), LayerHook(said.put))
+    for step_id in range(1, 4 + MAX_FAILED_STEPS):
+        thread.run(Batch(step_id, ()), is_pushed=False)
+    kinds = [type(said.get(timeout=5)) for _ in range(7)]
+    assert kinds == [StepFailed, StepFailed, StepDone, StepFailed, StepFailed, StepFailed, EngineFailed]
+
+
+def test_call_runs_on_the_engine_thread_and_hands_back_what_it_raises(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
+    thread, _ = engine
+    assert thread.call(lambda: threading.current_thread().name).result(5) == "engine"
+
+    def fail() -> None:
+        raise KeyError("planted")
+
+    with pytest.raises(KeyError):
+        thread.call(fail).result(5)
+    assert thread.call(lambda: 3).result(5) == 3
