@@ -39,7 +39,6 @@ class KVCache:
         """[num_blocks, 2, block_size, num_kv_heads, head_dim], a view: keys at 0, values at 1."""
         return self._layers[index]
 
-    def write(self, index: int, kv_rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Store a layer's `keys` and `values` [num_tokens, num_kv_heads, head_dim] at `kv_rows` (StepInputs.kv_rows)."""
-        pairs = torch.stack((keys, values), dim=1)
-        self._rows[index].index_copy_(0, kv_rows, pairs.view(-1, *pairs.shape[2:]))
+    def write(self, index: int, kv_rows: Tensor, kv_heads: Tensor) -> None:
+        """Store a layer's `kv_heads` [num_tokens, 2 * num_kv_heads, head_dim], keys first, at `kv_rows` (StepInputs.kv_rows)."""
+        self._rows[index].index_copy_(0, kv_rows, kv_heads.reshape(-1, self.layout.num_kv_heads, self.layout.head_dim))

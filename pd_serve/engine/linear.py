@@ -3,7 +3,8 @@
 On CPU the weight is repacked once into oneDNN's blocked order, 2 to 3.5 times faster than the plain one (measured on one thread).
 Those operators are private to torch: where they are missing or refuse a type, torch's public linear is used, slower and otherwise equal.
 
-Rule: one row alone takes another kernel that sums in another order (a matrix-vector product), so a single row is padded to two.
+Rule: one row alone takes another kernel that sums in another order (a matrix-vector product), so a single row is padded to two. A whole
+step of one token is better given as two rows from the start (step_inputs.py does).
 """
 
 from __future__ import annotations

@@ -15,14 +15,17 @@ from pd_serve.engine.batch import BatchEntry, Phase
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
+    """num_rows = num_tokens, or 2 for a step of one token, which is computed as two equal rows (linear.py says why)."""
+
+    num_tokens: int
     token_ids: Tensor
-    """[num_tokens] int64"""
+    """[num_rows] int64"""
     positions: Tensor
-    """[num_tokens] int64, absolute in each token's sequence"""
+    """[num_rows] int64, absolute in each token's sequence"""
     kv_rows: Tensor
-    """[2 * num_tokens] int64: where each token's keys, then its values go: a row of the slab seen as [num_blocks * 2 * block_size, …]"""
-    sampled_rows: Tensor | None
-    """[num_sampled] int64: the last row of each entry that is sampled; None: every row is."""
+    """[2 * num_rows] int64: where each token's keys, then its values go: a row of the slab seen as [num_blocks * 2 * block_size, …]"""
+    sampled_rows: Tensor
+    """[num_sampled] int64: the last row of each entry that is sampled"""
     spans: tuple[QuerySpan, ...]
     """One per entry, in row order."""
     sampled_entries: tuple[int, ...]
@@ -50,14 +53,18 @@ def build_step_inputs(entries: Sequence[BatchEntry], block_size: int, device: to
         if entry.sample is not None:
             sampled_rows.append(len(token_ids) - 1)
             sampled_entries.append(index)
+    num_tokens = len(token_ids)
+    if num_tokens == 1:
+        token_ids, positions, blocks = token_ids * 2, positions * 2, blocks * 2
     position = np.array(positions, dtype=np.int64)
     key_rows = np.array(blocks, dtype=np.int64) * (2 * block_size) + position % block_size
     kv_rows = np.stack((key_rows, key_rows + block_size), axis=1).reshape(-1)
     return StepInputs(
+        num_tokens=num_tokens,
         token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device, non_blocking=True),
         positions=torch.from_numpy(position).to(device, non_blocking=True),
         kv_rows=torch.from_numpy(kv_rows).to(device, non_blocking=True),
-        sampled_rows=None if len(sampled_rows) == len(token_ids) else torch.tensor(sampled_rows, dtype=torch.int64).to(device),
+        sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64).to(device, non_blocking=True),
         spans=tuple(spans),
         sampled_entries=tuple(sampled_entries),
     )

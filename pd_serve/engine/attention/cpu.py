@@ -10,17 +10,17 @@ Keys beyond the sequence are zeroed after the gather: a mask alone would let a s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
+from pd_serve.engine.attention.gather import Gather, GatherBuffer
 from pd_serve.engine.batch import Phase
 
 TILE = 64
@@ -28,65 +28,62 @@ TILE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class _Gather:
-    """Blocks to copy side by side: first the keys of all, then the values of all."""
-
-    half_blocks: Tensor
-    """Index of each half block in the slab seen as [num_blocks * 2, …]."""
-    num_tokens: int
-    """Gathered keys; as many values follow."""
-    blank_rows: Tensor
-    """Gathered rows (keys and values) that lie beyond their sequence."""
-
-
-@dataclass(frozen=True, slots=True)
 class _DecodeGroup:
-    """Decode sequences of equal padded length: consecutive rows of the step."""
+    """Decode sequences of equal padded length: consecutive rows of the step, first_row .. past_row - 1."""
 
     first_row: int
-    num_sequences: int
-    first_key: int
-    """Row of the group's first gathered key."""
-    gathered_len: int
-    """Gathered keys per sequence (whole blocks)."""
-    padded_len: int
-    """Of them those that are looked at, a multiple of TILE."""
+    past_row: int
+    keys: Tensor
+    """[num_sequences, num_kv_heads, padded_len, head_dim], a view of what the gather fills"""
+    values: Tensor
     mask: Tensor
-    """[num_sequences, 1, 1, padded_len], 0 or -inf."""
+    """[num_sequences, 1, 1, padded_len], 0 or -inf"""
 
 
 @dataclass(frozen=True, slots=True)
-class _Decode:
-    gather: _Gather
-    groups: tuple[_DecodeGroup, ...]
+class _Tile:
+    """Queries at positions `start` .. `start` + TILE - 1 of one sequence, as far as they lie in the chunk."""
+
+    padded_rows: slice
+    """Its queries among the chunk's, which begin at a tile's edge."""
+    keys: Tensor
+    """[1, num_kv_heads, start + TILE, head_dim], a view of what the gather fills"""
+    values: Tensor
+    mask: Tensor
+    """[TILE, start + TILE], 0 or -inf"""
 
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """One prefill chunk: queries at positions start .. end - 1, in rows from first_row."""
+    """One prefill chunk: rows first_row .. past_row - 1, `offset` queries behind the edge of its first tile."""
 
-    gather: _Gather
+    gather: Gather
     first_row: int
-    start: int
-    end: int
+    past_row: int
+    offset: int
+    padded_len: int
+    """Queries of all its tiles."""
+    tiles: tuple[_Tile, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class CpuPlan:
+    """Valid until the next plan is made: its views are of the one gather buffer."""
+
     num_tokens: int
-    decode: _Decode | None
+    decode_gather: Gather | None
+    groups: tuple[_DecodeGroup, ...]
     chunks: tuple[_Chunk, ...]
 
 
 class CpuAttention:
-    """Single-threaded owner of a gather buffer and of the causal mask."""
+    """Owns a gather buffer and the causal mask; used by one thread."""
 
     def __init__(self, geometry: AttentionGeometry, dtype: torch.dtype) -> None:
         self._geometry = geometry
-        self._group_size = geometry.num_heads // geometry.num_kv_heads
-        self._row_width = geometry.num_kv_heads * geometry.head_dim
+        self._has_groups = geometry.num_heads != geometry.num_kv_heads
         self._dtype = dtype
-        self._buffer = torch.empty(0, dtype=dtype)
+        self._buffer = GatherBuffer(geometry, dtype)
         self._reach = _round_up(geometry.max_len, TILE)
         # Row r of a tile at position a sees keys up to a + r. One wide band, of which every tile takes the part that ends `a` to its right.
         band = torch.arange(self._reach + TILE)[None] <= torch.arange(TILE)[:, None] + self._reach
@@ -94,123 +91,86 @@ class CpuAttention:
 
     def plan(self, spans: Sequence[QuerySpan]) -> CpuPlan:
         decode = [span for span in spans if span.phase is Phase.DECODE]
+        prefill = [span for span in spans if span.phase is Phase.PREFILL]
+        padded_lens = [_round_up(span.context_len, TILE) for span in decode]
+        decode_blocks = sum(self._buffer.num_blocks_for(padded_len) for padded_len in padded_lens)
+        chunk_blocks = [self._buffer.num_blocks_for(_round_up(span.context_len, TILE)) for span in prefill]
+        self._buffer.reserve(max([decode_blocks, *chunk_blocks]))
         return CpuPlan(
             num_tokens=sum(span.num_queries for span in spans),
-            decode=self._plan_decode(decode) if decode else None,
-            chunks=tuple(self._plan_chunk(span) for span in spans if span.phase is Phase.PREFILL),
+            decode_gather=self._buffer.gather(decode, padded_lens) if decode else None,
+            groups=tuple(self._decode_groups(decode, padded_lens)),
+            chunks=tuple(self._chunk(span) for span in prefill),
         )
 
     def attend(self, queries: Tensor, slab: Tensor, plan: CpuPlan) -> Tensor:
-        half_blocks = slab.view(-1, self._geometry.block_size * self._row_width)
-        if plan.decode is not None and not plan.chunks and len(plan.decode.groups) == 1:
-            keys, values = self._gather(half_blocks, plan.decode.gather)
-            return self._attend_group(queries, keys, values, plan.decode.groups[0]).view(plan.num_tokens, -1)
+        half_blocks = slab.view(-1, self._buffer.half_block_width)
+        if not plan.chunks and len(plan.groups) == 1 and plan.decode_gather is not None:
+            plan.decode_gather.run(half_blocks)
+            return self._attend_group(queries, plan.groups[0]).reshape(plan.num_tokens, -1)
         out = torch.empty(plan.num_tokens, self._geometry.num_heads, self._geometry.head_dim, dtype=self._dtype)
-        if plan.decode is not None:
-            keys, values = self._gather(half_blocks, plan.decode.gather)
-            for group in plan.decode.groups:
-                rows = slice(group.first_row, group.first_row + group.num_sequences)
-                out[rows] = self._attend_group(queries[rows], keys, values, group).view(group.num_sequences, *out.shape[1:])
+        if plan.decode_gather is not None:
+            plan.decode_gather.run(half_blocks)
+            for group in plan.groups:
+                rows = slice(group.first_row, group.past_row)
+                out[rows] = self._attend_group(queries[rows], group).reshape(-1, *out.shape[1:])
         for chunk in plan.chunks:
-            keys, values = self._gather(half_blocks, chunk.gather)
-            self._attend_chunk(queries, keys, values, chunk, out)
+            chunk.gather.run(half_blocks)
+            out[chunk.first_row : chunk.past_row] = self._attend_chunk(queries[chunk.first_row : chunk.past_row], chunk)
         return out.view(plan.num_tokens, -1)
 
-    def _attend_group(self, queries: Tensor, keys: Tensor, values: Tensor, group: _DecodeGroup) -> Tensor:
+    def _attend_group(self, queries: Tensor, group: _DecodeGroup) -> Tensor:
         """[num_sequences, num_heads, head_dim] to [num_sequences, num_kv_heads, group_size, head_dim]."""
         geometry = self._geometry
-        shape = (group.num_sequences, group.gathered_len, geometry.num_kv_heads, geometry.head_dim)
-        rows = slice(group.first_key, group.first_key + group.num_sequences * group.gathered_len)
-        return F.scaled_dot_product_attention(
-            queries.view(group.num_sequences, geometry.num_kv_heads, self._group_size, geometry.head_dim),
-            keys[rows].view(shape)[:, : group.padded_len].transpose(1, 2),
-            values[rows].view(shape)[:, : group.padded_len].transpose(1, 2),
-            attn_mask=group.mask,
-            scale=geometry.scale,
-        )
+        grouped = queries.view(queries.shape[0], geometry.num_kv_heads, -1, geometry.head_dim)
+        return F.scaled_dot_product_attention(grouped, group.keys, group.values, attn_mask=group.mask, scale=geometry.scale)
 
-    def _attend_chunk(self, queries: Tensor, keys: Tensor, values: Tensor, chunk: _Chunk, out: Tensor) -> None:
-        geometry = self._geometry
-        first_tile, past_tile = chunk.start // TILE * TILE, _round_up(chunk.end, TILE)
-        offset = chunk.start - first_tile
-        rows = slice(chunk.first_row, chunk.first_row + chunk.end - chunk.start)
-        tiled = queries[rows]
-        if offset or chunk.end != past_tile:
-            tiled = queries.new_zeros(past_tile - first_tile, geometry.num_heads, geometry.head_dim)
-            tiled[offset : offset + chunk.end - chunk.start] = queries[rows]
-        heads_first = tiled.transpose(0, 1)[None]
-        keys = keys.view(-1, geometry.num_kv_heads, geometry.head_dim).transpose(0, 1)[None]
-        values = values.view(-1, geometry.num_kv_heads, geometry.head_dim).transpose(0, 1)[None]
-        for position in range(first_tile, past_tile, TILE):
-            tile_end = position + TILE
-            attended = F.scaled_dot_product_attention(
-                heads_first[:, :, position - first_tile : tile_end - first_tile],
-                keys[:, :, :tile_end],
-                values[:, :, :tile_end],
-                attn_mask=self._causal_band[:, self._reach - position : self._reach + TILE],
-                scale=geometry.scale,
-                enable_gqa=self._group_size > 1,
-            )
-            low, high = max(position, chunk.start), min(tile_end, chunk.end)
-            first = chunk.first_row + low - chunk.start
-            out[first : first + high - low] = attended[0].transpose(0, 1)[low - position : high - position]
+    def _attend_chunk(self, queries: Tensor, chunk: _Chunk) -> Tensor:
+        """[num_queries, num_heads, head_dim] to the same shape."""
+        num_queries = queries.shape[0]
+        if num_queries != chunk.padded_len:
+            padded = queries.new_zeros(chunk.padded_len, *queries.shape[1:])
+            padded[chunk.offset : chunk.offset + num_queries] = queries
+            queries = padded
+        heads_first = queries.transpose(0, 1)[None]
+        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        for tile in chunk.tiles:
+            out[tile.padded_rows] = F.scaled_dot_product_attention(
+                heads_first[:, :, tile.padded_rows],
+                tile.keys,
+                tile.values,
+                attn_mask=tile.mask,
+                scale=self._geometry.scale,
+                enable_gqa=self._has_groups,
+            )[0].transpose(0, 1)
+        return out[chunk.offset : chunk.offset + num_queries]
 
-    def _gather(self, half_blocks: Tensor, gather: _Gather) -> tuple[Tensor, Tensor]:
-        """Keys and values, each [gather.num_tokens, num_kv_heads * head_dim], valid until the next gather."""
-        needed = 2 * gather.num_tokens * self._row_width
-        if self._buffer.numel() < needed:
-            # Fresh pages cost more than the copy: grow rarely, reuse always.
-            self._buffer = torch.empty(max(needed, 2 * self._buffer.numel()), dtype=self._dtype)
-        blocks = self._buffer[:needed].view(-1, half_blocks.shape[1])
-        torch.index_select(half_blocks, 0, gather.half_blocks, out=blocks)
-        rows = blocks.view(-1, self._row_width)
-        rows.index_fill_(0, gather.blank_rows, 0.0)
-        return rows[: gather.num_tokens], rows[gather.num_tokens :]
-
-    def _plan_decode(self, spans: Sequence[QuerySpan]) -> _Decode:
-        tables: list[NDArray[np.int64]] = []
-        blanks: list[NDArray[np.int64]] = []
-        groups: list[_DecodeGroup] = []
-        first_key = 0
-        for padded_len, members in groupby(spans, key=lambda span: _round_up(span.context_len, TILE)):
-            sequences = list(members)
-            num_blocks = -(-padded_len // self._geometry.block_size)
-            gathered_len = num_blocks * self._geometry.block_size
+    def _decode_groups(self, spans: Sequence[QuerySpan], padded_lens: Sequence[int]) -> Iterator[_DecodeGroup]:
+        first_block, num_blocks = 0, sum(self._buffer.num_blocks_for(padded_len) for padded_len in padded_lens)
+        for padded_len, members in groupby(zip(spans, padded_lens, strict=True), key=lambda member: member[1]):
+            sequences = [span for span, _ in members]
+            keys, values = self._buffer.views(first_block, len(sequences), padded_len, num_blocks)
             lengths = np.array([span.context_len for span in sequences])
-            positions = np.arange(padded_len)
-            hidden = positions >= lengths[:, None]
-            mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
-            groups.append(_DecodeGroup(sequences[0].first_row, len(sequences), first_key, gathered_len, padded_len, mask[:, None, None]))
-            for span in sequences:
-                tables.append(self._whole_table(span, num_blocks))
-                blanks.append(np.arange(first_key + span.context_len, first_key + padded_len))
-                first_key += gathered_len
-        return _Decode(_gather_of(tables, blanks, first_key), tuple(groups))
+            hidden = torch.from_numpy(np.arange(padded_len) >= lengths[:, None])
+            mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
+            first_row = sequences[0].first_row
+            yield _DecodeGroup(first_row, first_row + len(sequences), keys, values, mask[:, None, None])
+            first_block += len(sequences) * self._buffer.num_blocks_for(padded_len)
 
-    def _plan_chunk(self, span: QuerySpan) -> _Chunk:
-        padded_len = _round_up(span.context_len, TILE)
-        num_blocks = -(-padded_len // self._geometry.block_size)
-        gather = _gather_of(
-            [self._whole_table(span, num_blocks)], [np.arange(span.context_len, padded_len)], num_blocks * self._geometry.block_size
+    def _chunk(self, span: QuerySpan) -> _Chunk:
+        first, past = span.start // TILE * TILE, _round_up(span.context_len, TILE)
+        keys, values = self._buffer.views(0, 1, past, self._buffer.num_blocks_for(past))
+        tiles = tuple(
+            _Tile(
+                padded_rows=slice(start - first, start - first + TILE),
+                keys=keys[:, :, : start + TILE],
+                values=values[:, :, : start + TILE],
+                mask=self._causal_band[:, self._reach - start : self._reach + TILE],
+            )
+            for start in range(first, past, TILE)
         )
-        return _Chunk(gather, span.first_row, span.start, span.context_len)
-
-    def _whole_table(self, span: QuerySpan, num_blocks: int) -> NDArray[np.int64]:
-        """The blocks of a span's context; padded with block 0, whose copy is blanked."""
-        used = -(-span.context_len // self._geometry.block_size)
-        table = np.zeros(num_blocks, dtype=np.int64)
-        table[:used] = span.block_table[:used]
-        return table
-
-
-def _gather_of(tables: list[NDArray[np.int64]], blanks: list[NDArray[np.int64]], num_tokens: int) -> _Gather:
-    table = np.concatenate(tables) * 2
-    blank = np.concatenate(blanks)
-    return _Gather(
-        half_blocks=torch.from_numpy(np.concatenate((table, table + 1))),
-        num_tokens=num_tokens,
-        blank_rows=torch.from_numpy(np.concatenate((blank, blank + num_tokens))),
-    )
+        rows = (span.first_row, span.first_row + span.num_queries)
+        return _Chunk(self._buffer.gather([span], [past]), *rows, span.start - first, past - first, tiles)
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -32,9 +32,10 @@ class RotaryTable:
         return self.cosine.index_select(0, positions), self.signed_sine.index_select(0, positions)
 
 
-def rotate(heads: Tensor, cosine: Tensor, signed_sine: Tensor) -> Tensor:
-    """`heads` [num_tokens, num_heads, head_dim] turned by the angles of its tokens; a new tensor."""
-    return (heads * cosine).addcmul_(heads.roll(heads.shape[-1] // 2, dims=-1), signed_sine)
+def rotate_(heads: Tensor, cosine: Tensor, signed_sine: Tensor) -> None:
+    """Turn `heads` [num_tokens, num_heads, head_dim] by the angles of their tokens, in place."""
+    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)
+    heads.mul_(cosine).addcmul_(swapped, signed_sine)
 
 
 def inverse_frequencies(params: RopeParams, head_dim: int) -> Tensor:

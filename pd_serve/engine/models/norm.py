@@ -1,0 +1,33 @@
+"""Root-mean-square norm in few operations.
+
+In a decode step the weights stream through the caches, and each tiny operation costs more than its arithmetic: about 20 us when cold.
+torch's own rms_norm is about ten of them on CPU.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+class RMSNorm:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467), computed in float32.
+
+    Written as x / hypot(|x|, sqrt(n eps)) * (sqrt(n) weight), which is the same. A row's result does not depend on the other rows.
+    """
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        """`weight` [..., size]: one vector, or one per head. Results are of its dtype."""
+        size = weight.shape[-1]
+        self._dtype = weight.dtype
+        self._scaled_weight = weight.float() * math.sqrt(size)
+        self._floor = torch.tensor(math.sqrt(size * eps), dtype=torch.float32, device=weight.device)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[num_tokens, ..., size] in any float type; a new tensor of the weight's dtype."""
+        wide = x.float()
+        length = torch.hypot(torch.linalg.vector_norm(wide, 2, -1, True), self._floor)
+        unit = wide / length if wide is x else wide.div_(length)
+        return unit.mul_(self._scaled_weight).to(self._dtype)
