@@ -63,15 +63,18 @@ def run(arguments: Sequence[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
     debug: Annotated[bool, typer.Option(DEBUG_FLAG, help="Show the traceback of an error; may stand anywhere on the line")] = False,
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit")] = False,
+    version: Annotated[bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version and exit")] = False,
 ) -> None:
     """LLM serving with prefill and decode on separate workers; the KV cache is pushed layer by layer while it is computed."""
-    if version:
-        typer.echo(__version__)
-        raise typer.Exit
 
 
 @app.command(
@@ -263,10 +266,11 @@ def doctor(
 
 
 def _usage_line(error: Exception) -> str:
-    text = " ".join(str(getattr(error, "message", None) or error).split())
+    full_message = getattr(error, "format_message", None)
+    text = full_message() if callable(full_message) else str(error)
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "pd-serve"
-    return f"{text} (see {command} --help)"
+    return f"{text.rstrip('.')} (see {command} --help)"
 
 
 def _complain(message: str, debug: bool, code: int) -> int:

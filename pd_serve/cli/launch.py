@@ -20,6 +20,8 @@ from pd_serve.errors import PdServeError
 
 STOP_MARGIN_S = 10.0
 """Beyond a process's own drain deadline."""
+FAILED_STOP_S = 3.0
+"""When nothing can serve, there is nothing to wait for."""
 READY_INTERVAL_S = 0.1
 
 
@@ -87,10 +89,10 @@ class Launcher:
             for task in (*watchers, stop, steps):
                 task.cancel()
             results = await asyncio.gather(*watchers, steps, return_exceptions=True)
-        clean = await self._stop_all()
-        for result in results:
-            if isinstance(result, Exception):
-                raise result
+        failure = next((result for result in results if isinstance(result, Exception)), None)
+        clean = await self._stop_all(self._drain_s + STOP_MARGIN_S if failure is None else FAILED_STOP_S)
+        if failure is not None:
+            raise failure
         return 0 if clean else 1
 
     async def _until_useless(self, watchers: Sequence[asyncio.Task[None]]) -> None:
@@ -147,8 +149,8 @@ class Launcher:
             await child.start()
             self._view.restarted(child)
 
-    async def _stop_all(self) -> bool:
-        """True when every child that still ran ended by itself with code 0."""
+    async def _stop_all(self, patience_s: float) -> bool:
+        """Each stage has `patience_s`. True when every child that still ran ended by itself with code 0."""
         clean = True
         for stage in ((self._router,), self._workers):
             running = [child for child in stage if child.running]
@@ -160,7 +162,7 @@ class Launcher:
             exits = asyncio.gather(*(child.exited() for child in running))
             killed = asyncio.create_task(self._kill.wait())
             ends: set[asyncio.Future[Any]] = {exits, killed}
-            await asyncio.wait(ends, timeout=self._drain_s + STOP_MARGIN_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(ends, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
             killed.cancel()
             for child in running:
                 if child.running:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections import deque
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,7 @@ class Child:
 
     @property
     def command(self) -> tuple[str, ...]:
-        return (sys.executable, "-m", "pd_serve.cli", self.plan.role, "--config", str(self.settings))
+        return (*self.plan.program, self.plan.role, "--config", str(self.settings))
 
     async def start(self) -> None:
         """The log is appended to: a restart does not hide why it was needed."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 import socket
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from pd_serve.cores import divide_cores, thread_env
 from pd_serve.errors import ConfigError
 
 ROUTER = "router"
+PROGRAM = (sys.executable, "-m", "pd_serve.cli")
+"""`pd-serve`, whatever is on the PATH."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +35,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class ProcessPlan:
-    """One child: its command is `pd-serve <role> --config <file>`."""
+    """One child: its command is `program` <role> --config <file>."""
 
     name: str
     role: str
@@ -42,6 +45,7 @@ class ProcessPlan:
     config: Config
     env: Mapping[str, str]
     """Added to the launcher's environment."""
+    program: tuple[str, ...] = PROGRAM
 
     @property
     def num_threads(self) -> int:

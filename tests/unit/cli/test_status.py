@@ -1,0 +1,83 @@
+"""Status: the JSON that scripts rely on, the table that people read."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from pd_serve.cli.app import run
+from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PeerLaneStatus, RouterStatus, WorkerStatus
+from pd_serve.protocol.link import Role
+
+sys.path.insert(0, str(Path(__file__).parent))
+from endpoints import serving
+
+WORKER = WorkerStatus(
+    id="decode-0",
+    role=Role.DECODE,
+    incarnation=7,
+    address="http://127.0.0.1:8201",
+    pid=10,
+    rank_pids=(11,),
+    ready=True,
+    draining=False,
+    blocks=BlockStatus(total=100, free=40, cached=20, leased=5, quarantined=1),
+    leases=2,
+    running=3,
+    waiting=4,
+    prefill_queue_tokens=555,
+    peers=(PeerLaneStatus(peer="p", joined=True, lane="posix", one_sided=True, bandwidth_bytes_per_s=1.0, detail=""),),
+)
+STATUS = RouterStatus(router_id="r", model="demo", open_requests=9, queued_requests=1, workers=(WORKER,))
+
+
+def answers(status: RouterStatus) -> dict[str, tuple[int, object]]:
+    return {STATUS_PATH: (200, json.loads(status.model_dump_json()))}
+
+
+def test_json_has_the_names_that_scripts_rely_on(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PD_SERVE_SECURITY_CLUSTER_SECRET", "s")
+    with serving(answers(STATUS)) as endpoint:
+        assert run(["status", "--json", "--router", endpoint.url]) == 0
+    (worker,) = json.loads(capsys.readouterr().out)["workers"]
+    names = {
+        "id",
+        "role",
+        "incarnation",
+        "address",
+        "pid",
+        "rank_pids",
+        "ready",
+        "blocks",
+        "leases",
+        "running",
+        "waiting",
+        "prefill_queue_tokens",
+    }
+    assert names <= worker.keys()
+    assert worker["blocks"] == {"total": 100, "free": 40, "cached": 20, "leased": 5, "quarantined": 1}
+    assert endpoint.authorizations == ["Bearer s"]
+
+
+def test_table_shows_queues_and_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    with serving(answers(STATUS)) as endpoint:
+        assert run(["status", "--once", "--router", endpoint.url]) == 0
+    text = capsys.readouterr().out
+    for word in ("decode-0", "ready", "555", "40/100", "+20 cached", "1 quarantined", "1 posix", "demo"):
+        assert word in text
+
+
+def test_no_workers_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(answers(STATUS.model_copy(update={"workers": (), "model": None}))) as endpoint:
+        assert run(["status", "--router", endpoint.url]) == 0
+    assert "no workers" in capsys.readouterr().out
+
+
+def test_something_else_at_the_address_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with serving({STATUS_PATH: (200, {"hello": 1})}) as endpoint:
+        assert run(["status", "--router", endpoint.url]) == 1
+    assert "not a pd-serve router" in capsys.readouterr().err
