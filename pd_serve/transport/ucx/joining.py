@@ -265,6 +265,8 @@ class Joining:
         if endpoint is None or endpoint.failure is not None:
             raise TransportError("the connection has failed")
         if not answer.pool.key:
+            if node.binding.messaging == "tag" and not node.pool.copier.can_gather:
+                raise TransportError(f"{node.binding.name} sends no messages out of GPU memory: use the libucp binding or a one-sided lane")
             token = peer.handshake.outgoing_token
             assert token is not None
 
