@@ -93,3 +93,13 @@ class Pair:
             bool(np.array_equal(self.source.memory[at + layer * STRIDE :][:CHUNK], self.target.memory[at + layer * STRIDE :][:CHUNK]))
             for layer in range(NUM_LAYERS)
         ]
+
+
+def idle_share(num_windows: int = 3, window_s: float = 0.4) -> float:
+    """Least share of one core that this process used in one of some windows of sleep: the others may hold a garbage collection."""
+    shares = []
+    for _ in range(num_windows):
+        started, before = time.monotonic(), time.process_time()
+        time.sleep(window_s)
+        shares.append((time.process_time() - before) / (time.monotonic() - started))
+    return min(shares)

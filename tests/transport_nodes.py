@@ -157,5 +157,11 @@ class Nodes:
         return flushed
 
     def close(self) -> None:
+        # Farewells are heard while the others still take steps: a close that waits for a peer of the same thread would wait in vain.
+        for node in self.made:
+            for other in self.made:
+                if other is not node:
+                    node.transport.remove_peer(other.peer)
+        self.pump_for(0.02)
         for node in self.made:
             node.transport.close()
