@@ -1,4 +1,4 @@
-"""Workers that refuse, fail, stall or vanish; clients that go away; queues and deadlines. Every test ends with empty tables (cluster.py)."""
+"""Workers that refuse, fail, stall or vanish; clients that go away; queues and deadlines. Every test ends with empty tables."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ BAD_CHAT: list[tuple[dict[str, object], str | None]] = [
     ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
     ({"stop_token_ids": [260]}, "stop_token_ids"),
     ({"logit_bias": {"260": 1}}, "logit_bias"),
-    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x"),
     ({"top_logprobs": 3}, "top_logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
