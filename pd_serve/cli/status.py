@@ -7,6 +7,7 @@ import time
 
 import httpx
 from pydantic import ValidationError
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
@@ -16,7 +17,8 @@ from pd_serve.cli.http import EndpointError, refused, unreachable
 from pd_serve.config_sources import env_name
 from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PeerLaneStatus, RouterStatus, WorkerStatus
 
-_BAR_WIDTH = 12
+_BAR_WIDTH = 6
+_COUNTS = ("run", "wait", "prefill", "leases")
 
 
 def show_status(router: str, as_json: bool, once: bool, interval_s: float) -> int:
@@ -56,9 +58,9 @@ def render(url: str, status: RouterStatus) -> RenderableType:
         ("   queued ", "dim"),
         str(status.queued_requests),
     )
-    table = Table(header_style="bold")
-    for header in ("worker", "role", "state", "running", "waiting", "to prefill", "leases", "KV blocks in use", "peers"):
-        table.add_column(header, justify="right" if header in ("running", "waiting", "to prefill", "leases") else "left")
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for header in ("worker", "role", "state", *_COUNTS, "KV blocks in use", "peers"):
+        table.add_column(header, justify="right" if header in _COUNTS else "left", no_wrap=True)
     for worker in sorted(status.workers, key=lambda worker: (worker.role.value, worker.id)):
         counts = (worker.running, worker.waiting, worker.prefill_queue_tokens, worker.leases)
         table.add_row(

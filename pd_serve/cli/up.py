@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -65,14 +66,15 @@ class TerminalView:
         if self._as_json:
             print(json.dumps(self._summary(children)), flush=True)
             return
-        table = Table(title=f"pd-serve: {self._plan.config.model.name}", title_justify="left", header_style="bold")
+        table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
         for header in ("role", "name", "pid", "address", "threads", "log"):
-            table.add_column(header, justify="right" if header in ("pid", "threads") else "left", overflow="fold")
+            table.add_column(header, justify="right" if header in ("pid", "threads") else "left", no_wrap=True)
         for child in children:
             plan = child.plan
             style = ROLE_STYLES[plan.role]
-            table.add_row(f"[{style}]{plan.role}[/]", plan.name, str(child.pid), plan.address, str(plan.num_threads or ""), str(child.log))
+            table.add_row(f"[{style}]{plan.role}[/]", plan.name, str(child.pid), plan.address, str(plan.num_threads or ""), child.log.name)
         out = Console(highlight=False)
+        out.print(f"[bold]{self._plan.config.model.name}[/] is served at [bold]{self._plan.router.address}/v1[/]; logs in {self._run_dir}")
         out.print(table)
         out.print("Try it (Ctrl-C here stops everything):", style="dim")
         print(self._curl(), flush=True)
