@@ -10,7 +10,10 @@ from collections.abc import Iterable
 
 from pd_serve.ids import AttemptId, LinkId, PeerId
 from pd_serve.kv.lease import LeaseState
-from pd_serve.protocol.link import Cancel, Closed, Failed, PrefillDone, Refused, Step
+from pd_serve.protocol.link import Cancel, Closed, Failed, Open, Prefill, PrefillDone, Refused, Step
+from router.lifecycle import Action as LifecycleAction
+from router.lifecycle import Event as LifecycleEvent
+from router.lifecycle import FrameArrived, Send, TokenArrived, WorkerLost
 from tests.sim.core import ViolationError
 from tests.sim.fabric import Write
 from workers.events import Action, Event, FrameReceived, LinkClosed, SendFrame
@@ -36,9 +39,11 @@ def check_machine(machine: WorkerMachine) -> None:
         holders.update(lease.blocks if lease.state is LeaseState.GRANTED else lease.writable_blocks)
         exclusive.update(lease.writable_blocks)
     holders.update(machine.scheduler._deferred)
-    refs = {block: pool.ref_count(block) for block in range(pool.num_total) if pool.ref_count(block)}
+    refs = pool._refs
     if refs != dict(holders):
-        wrong = {block: (refs.get(block, 0), holders.get(block, 0)) for block in refs | dict(holders) if refs.get(block) != holders.get(block)}
+        wrong = {
+            block: (refs.get(block, 0), holders.get(block, 0)) for block in refs | dict(holders) if refs.get(block) != holders.get(block)
+        }
         raise ViolationError(f"blocks whose references differ from their holders, block: (references, holders): {wrong}")
     shared = [block for block in exclusive if refs[block] != 1]
     if shared:
@@ -123,3 +128,47 @@ class LegChecker:
         open_cancels = [key for key, count in self._cancels.items() if count > 0 and key[0] not in self._closed_links]
         if open_cancels:
             raise ViolationError(f"{self._name}: cancels never answered: {open_cancels}")
+
+
+class LegTracker:
+    """What workers may still hold for a router's attempts: an attempt that is left must be cancelled on every leg that is held (F27)."""
+
+    def __init__(self) -> None:
+        self._held: dict[AttemptId, set[PeerId]] = {}
+        self._prefill: dict[AttemptId, PeerId] = {}
+
+    def on_event(self, event: LifecycleEvent) -> None:
+        match event:
+            case FrameArrived(peer, Refused(attempt_id) | Failed(attempt_id) | PrefillDone(attempt_id) | Closed(attempt_id)):
+                self._held.get(attempt_id, set()).discard(peer)
+            case TokenArrived(peer, token):
+                self._held.get(token.attempt_id, set()).discard(self._prefill.get(token.attempt_id, peer))
+                if token.finish is not None:
+                    self._held.get(token.attempt_id, set()).discard(peer)
+            case WorkerLost(peer):
+                for held in self._held.values():
+                    held.discard(peer)
+            case _:
+                pass
+
+    def on_actions(self, actions: Iterable[LifecycleAction]) -> None:
+        for action in actions:
+            match action:
+                case Send(peer, Open(attempt_id)):
+                    self._held[attempt_id] = {peer}
+                case Send(peer, Prefill(attempt_id)):
+                    self._held[attempt_id].add(peer)
+                    self._prefill[attempt_id] = peer
+                case Send(peer, Cancel(attempt_id)):
+                    self._held[attempt_id].discard(peer)
+                case _:
+                    pass
+
+    def check(self, current: AttemptId | None, attempts: list[AttemptId]) -> None:
+        """`attempts`: all of one request, the current one last."""
+        for attempt_id in attempts:
+            if attempt_id == current:
+                continue
+            held = self._held.pop(attempt_id, None)
+            if held:
+                raise ViolationError(f"attempt {attempt_id} was left and is still held by {sorted(peer.worker_id for peer in held)}")

@@ -1,4 +1,4 @@
-"""Virtual time, simulated processes, ordered channels and the log of one simulated run. Everything random is drawn from the run's one seed."""
+"""Virtual time, simulated processes, ordered channels and the log of one run. Everything random is drawn from the run's one seed."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class Loop:
             callback()
         self.now = time
 
-    def log(self, who: object, text: object) -> None:
+    def log(self, who: object, *words: object) -> None:
+        """Formats only when somebody reads it."""
         if self.is_verbose:
-            print(f"{self.now * 1000:10.3f} ms  {who!s:<10} {text}")
+            print(f"{self.now * 1000:10.3f} ms  {who!s:<10} {' '.join(map(str, words))}")
 
 
 class Process:

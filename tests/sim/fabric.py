@@ -14,7 +14,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING
 
 from pd_serve.ids import Epoch, LeaseId, PeerId
-from pd_serve.protocol.notify import NoticeUnion
+from pd_serve.protocol.notify import Completed, NoticeUnion
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from tests.sim.core import Channel, Loop
 
@@ -73,6 +73,8 @@ class Connection:
 class FabricFaults:
     notice_loss: float = 0.0
     notice_duplicate: float = 0.0
+    notice_forgery: float = 0.0
+    """Chance that a record is followed by one that names another live lease of the same writer under the wrong epoch."""
     spike: tuple[float, float] = (0.0, 0.0)
 
 
@@ -248,7 +250,8 @@ class Fabric:
 
         def land() -> None:
             if not mine.is_revoked and not target.node.is_dead:
-                data = write.snapshot if mine.node.is_dead else mine.node.read_source(write)
+                is_on_the_wire = mine.node.is_dead or mine.is_lost
+                data = write.snapshot if is_on_the_wire else mine.node.read_source(write)
                 target.node.memory_written(mine.node.peer, write, data)
             self._landed(mine, number)
 
@@ -310,3 +313,29 @@ class Fabric:
         assert target.incoming is not None
         for _ in range(copies):
             target.incoming.send(deliver)
+        if rng.random() < self.faults.notice_forgery:
+            target.incoming.send(lambda: self._forge(node, target, notice))
+
+    def _forge(self, node: Node, target: Side, notice: NoticeUnion) -> None:
+        """A completion that would fill a lease too early, if identity were not checked."""
+        layout = target.node.info.layout
+        for lease in target.node.machine.leases:
+            if lease.writer != node.peer or not target.is_joined or target.is_lost or lease.epoch == notice.epoch:
+                continue
+            num_tokens = len(target.node.prompt_of(lease.attempt_id))
+            num_cached = lease.num_cached_blocks * layout.block_size
+            forged = Completed(
+                lease_id=lease.lease_id,
+                epoch=notice.epoch,
+                attempt_id=lease.attempt_id,
+                contributor=0,
+                num_contributors=1,
+                first_token=1,
+                logprobs=None,
+                num_tokens=num_tokens,
+                num_layers=layout.num_layers,
+                nbytes=(num_tokens - num_cached) * layout.bytes_per_token,
+                num_cached_tokens=0,
+                compute_to_notice_s=0.0,
+            )
+            target.node.notice_arrived(node.peer, forged)

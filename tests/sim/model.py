@@ -7,6 +7,7 @@ Each token's keys and values of a layer are one 32-bit word each (two float16 di
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,16 +26,18 @@ def make_layout(num_layers: int, block_size: int, num_blocks: int) -> KVLayout:
     return KVLayout(num_layers=num_layers, num_kv_heads=1, head_dim=2, block_size=block_size, num_blocks=num_blocks, dtype=KVDtype.FLOAT16)
 
 
-def digests(tokens: tuple[int, ...]) -> list[int]:
+@lru_cache(maxsize=4096)
+def digests(tokens: tuple[int, ...]) -> tuple[int, ...]:
     """A 64-bit digest of every non-empty prefix."""
     state, out = 0x9E3779B97F4A7C15, []
     for token in tokens:
         state = ((state ^ (token + 1)) * 0x5851F42D4C957F2D + 0x14057B7EF767814F) & _MASK
         state ^= state >> 29
         out.append(state)
-    return out
+    return tuple(out)
 
 
+@lru_cache(maxsize=512)
 def kv_words(tokens: tuple[int, ...], num_layers: int) -> NDArray[np.uint32]:
     """[num_layers, 2, num_tokens]: keys and values of every position."""
     prefix = np.array(digests(tokens), dtype=np.uint64)

@@ -14,7 +14,7 @@ import numpy as np
 
 from pd_serve.engine.batch import Batch, BatchEntry, SampledToken, StepResult
 from pd_serve.engine.scheduler import SchedulerSettings
-from pd_serve.ids import Epoch, LeaseId, LinkId, PeerId
+from pd_serve.ids import AttemptId, Epoch, LeaseId, LinkId, PeerId
 from pd_serve.protocol.link import WorkerFrame
 from pd_serve.protocol.notify import NoticeUnion
 from pd_serve.protocol.sampling import TokenLogprobs
@@ -123,7 +123,7 @@ class Node(Process):
 
     def _execute(self, action: Action) -> None:
         if not isinstance(action, Observe):
-            self.loop.log(self.name, f"    -> {action}")
+            self.loop.log(self.name, "    ->", action)
         match action:
             case SendFrame(link_id, frame):
                 self._send_frame(link_id, frame)
@@ -196,6 +196,11 @@ class Node(Process):
         check_source_held(self.name, self.machine, write)
         return self.memory.view(np.uint8)[write.source : write.source + write.nbytes].tobytes()
 
+    def prompt_of(self, attempt_id: AttemptId) -> tuple[int, ...]:
+        """Tokens an attempt waiting here was opened with; empty if none waits."""
+        attempt = self.machine.decode._attempts.get(attempt_id)
+        return tuple(attempt.sequence.token_ids) if attempt else ()
+
     # ---- memory written by others
 
     def memory_written(self, writer: PeerId, write: Write, data: bytes) -> None:
@@ -242,19 +247,22 @@ class Node(Process):
     def _compute(self, entry: BatchEntry, layer: int) -> None:
         """Write the layer's KV of the entry's tokens, then read all of its prefix, as attention does."""
         end = entry.start + len(entry.token_ids)
-        tokens = self._tokens_of(entry.attempt_id)[:end]
-        if tokens[entry.start :] != entry.token_ids:
-            raise ViolationError(f"{self.name}: attempt {entry.attempt_id} computes {entry.token_ids} at {entry.start}, not {tokens[entry.start :]}")
-        words = kv_words(tokens, self.info.layout.num_layers)[layer]
+        tokens = self._tokens_of(entry.attempt_id)
+        if tokens[entry.start : end] != entry.token_ids:
+            due = tokens[entry.start : end]
+            raise ViolationError(f"{self.name}: attempt {entry.attempt_id} computes {entry.token_ids} at {entry.start}, not {due}")
+        words = kv_words(tokens, self.info.layout.num_layers)[layer][:, :end]
         size = self.info.layout.block_size
         slab = self.slabs[layer]
         for position in range(entry.start, end):
+            if not self.machine.pool.ref_count(entry.block_table[position // size]):
+                raise ViolationError(f"{self.name}: a step computes into block {entry.block_table[position // size]}, which was given back")
             slab[entry.block_table[position // size], :, position % size] = words[:, position]
         table = np.asarray(entry.block_table[: -(-end // size)])
         seen = slab[table].transpose(1, 0, 2).reshape(2, -1)[:, :end]
         if not np.array_equal(seen, words):
             wrong = np.flatnonzero((seen != words).any(axis=0)).tolist()
-            raise ViolationError(f"{self.name}: attempt {entry.attempt_id} reads foreign KV at positions {wrong} of layer {layer}, blocks {entry.block_table}")
+            raise ViolationError(f"{self.name}: attempt {entry.attempt_id} reads foreign KV at {wrong}, layer {layer}, {entry.block_table}")
 
     def _sample(self, entry: BatchEntry) -> SampledToken:
         assert entry.sample is not None

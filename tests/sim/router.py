@@ -13,7 +13,6 @@ from pd_serve.protocol.link import (
     FinishReason,
     Peers,
     PeerStatus,
-    Prefill,
     PrefillDone,
     Refused,
     Reserved,
@@ -38,6 +37,7 @@ from router.lifecycle import (
     TokenArrived,
     WorkerLost,
 )
+from tests.sim.checks import LegTracker
 from tests.sim.core import Loop, Process, ViolationError
 from tests.sim.links import Link
 from tests.sim.model import Answer, chosen_logprob, oracle
@@ -59,6 +59,7 @@ class Request:
     error: PdServeError | None = None
     lifecycle: Lifecycle | None = None
     num_assignments: int = 0
+    attempts: list[AttemptId] = field(default_factory=list)
 
     @property
     def is_over(self) -> bool:
@@ -84,6 +85,7 @@ class SimRouter(Process):
         self.register_attempt: Callable[[AttemptId, Request], None] = lambda attempt_id, request: None
         self._settings = settings
         self._lifecycle_class = lifecycle_class
+        self._legs = LegTracker()
         self._joined: dict[PeerId, frozenset[PeerId]] = {}
         self._draining: set[PeerId] = set()
 
@@ -93,10 +95,11 @@ class SimRouter(Process):
         def new_attempt_id() -> AttemptId:
             attempt_id = AttemptId(self.loop.rng.getrandbits(40))
             self.requests[attempt_id] = request
+            request.attempts.append(attempt_id)
             self.register_attempt(attempt_id, request)
             return attempt_id
 
-        self.loop.log(self.name, f"request {request.number}: {request.prompt} {request.sampling} -> {request.answer}")
+        self.loop.log(self.name, "request", request.number, request.prompt, request.sampling, "->", request.answer)
         request.lifecycle = self._lifecycle_class(self._settings, request.prompt, request.sampling, new_attempt_id)
         self.open.append(request)
         self._carry_out(request, request.lifecycle.start())
@@ -104,23 +107,27 @@ class SimRouter(Process):
     def cancel(self, request: Request) -> None:
         if not request.is_over:
             request.is_cancelled = True
-            self.loop.log(self.name, f"request {request.number} cancelled")
+            self.loop.log(self.name, "request", request.number, "cancelled")
             self._feed(request, CancelRequested())
 
     def _feed(self, request: Request, event: Event) -> None:
         assert request.lifecycle is not None
-        self._carry_out(request, request.lifecycle.handle(event, self.clock))
+        self._legs.on_event(event)
+        actions = request.lifecycle.handle(event, self.clock)
+        self._legs.on_actions(actions)
+        self._legs.check(request.lifecycle.attempt_id, request.attempts)
+        self._carry_out(request, actions)
 
     def _carry_out(self, request: Request, actions: tuple[Action, ...]) -> None:
         for action in actions:
             match action:
                 case Send(peer, frame):
-                    self.loop.log(self.name, f"request {request.number} -> {peer.worker_id}: {frame}")
+                    self.loop.log(self.name, "request", request.number, "->", peer.worker_id, frame)
                     link = self.links.get(peer)
                     if link is not None:
                         link.to_node(frame)
                 case NeedAssignment(exclude, reason):
-                    self.loop.log(self.name, f"request {request.number} needs a place: {reason}")
+                    self.loop.log(self.name, "request", request.number, "needs a place:", reason)
                     request.num_assignments += 1
                     backoff = self.loop.rng.uniform(0, 0.001) if request.num_assignments == 1 else self.loop.rng.uniform(0.0005, 0.02)
                     self.loop.after(backoff, lambda exclude=exclude: self.call(lambda: self._assign(request, exclude)))  # type: ignore[misc]
@@ -136,7 +143,7 @@ class SimRouter(Process):
             self.open.remove(request)
 
     def _end(self, request: Request) -> None:
-        self.loop.log(self.name, f"request {request.number} ends")
+        self.loop.log(self.name, "request", request.number, "ends")
         if request.finish is not None or request.error is not None:
             raise ViolationError(f"request {request.number} ends twice")
 
@@ -231,6 +238,3 @@ class SimRouter(Process):
         for link in list(self.links.values()):
             link.router_knows_end = True
             link.cut()
-
-
-__all__ = ["Prefill", "Request", "SimRouter", "make_request"]

@@ -77,7 +77,9 @@ def draw_scenario(rng: Random) -> Scenario:
         max_moves=1_000_000,
         num_faults=0 if is_calm else rng.randint(0, 5),
         engine_faults=0.0 if is_calm or rng.random() < 0.6 else 0.03,
-        fabric=FabricFaults() if is_calm else FabricFaults(rng.choice((0.0, 0.02, 0.2)), rng.choice((0.0, 0.1)), spike),
+        fabric=FabricFaults()
+        if is_calm
+        else FabricFaults(rng.choice((0.0, 0.02, 0.2)), rng.choice((0.0, 0.1)), rng.choice((0.0, 0.3)), spike),
         lanes=rng.choice(((Lane.CHECKED,), (Lane.SHM,), (Lane.RDMA,), (Lane.CHECKED, Lane.SHM, Lane.RDMA))),
         spike=(0.0, 0.0) if is_calm else spike,
     )
@@ -94,7 +96,7 @@ class Report:
 
 
 class World:
-    def __init__(self, seed: int, planted: Planted = Planted(), is_verbose: bool = False) -> None:  # noqa: B008
+    def __init__(self, seed: int, planted: Planted = Planted(), is_verbose: bool = False) -> None:
         self.seed = seed
         self.loop = Loop(seed, is_verbose)
         self.rng = self.loop.rng
@@ -245,7 +247,15 @@ class World:
         if not self.nodes:
             return
         self._last_fault_at = self.loop.now
-        kinds = (self._crash_node, self._stop_node, self._cut_link, self._cut_connection, self._crash_router, self._drain_node, self._usurp_node)
+        kinds = (
+            self._crash_node,
+            self._stop_node,
+            self._cut_link,
+            self._cut_connection,
+            self._crash_router,
+            self._drain_node,
+            self._usurp_node,
+        )
         self.rng.choices(kinds, weights=(4, 5, 3, 3, 1, 2, 1))[0]()
 
     def _some_node(self) -> Node:
@@ -353,14 +363,15 @@ class World:
         return "; ".join(ends)
 
     def _check_request(self, request: Request) -> None:
-        self.counts["cancelled" if request.is_cancelled else "finished" if request.finish else "failed"] += 1
+        ends = {"cancelled": request.is_cancelled, "orphaned": request.is_orphaned, "finished": request.finish is not None}
+        self.counts[next((name for name, is_so in ends.items() if is_so), "failed")] += 1
         if request.finish is not None and (tuple(request.received), request.finish) != (request.answer.tokens, request.answer.finish):
             raise ViolationError(f"request {request.number} got {request.received} {request.finish}, not {request.answer}")
         if request.error is not None:
             raise ViolationError(f"request {request.number} failed although it could be served: {request.error!r}")
 
 
-def run_seed(seed: int, planted: Planted = Planted(), is_verbose: bool = False) -> Report:  # noqa: B008
+def run_seed(seed: int, planted: Planted = Planted(), is_verbose: bool = False) -> Report:
     """Raises ViolationError (or whatever a machine raised) with the command that replays it in a note."""
     world = World(seed, planted, is_verbose)
     try:

@@ -1,0 +1,26 @@
+"""A few thousand simulated clusters. `python -m tests.sim --seeds N --start S` runs more, `--seed K` replays one."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.sim.world import run_seed
+
+_CHUNK = 50
+
+
+@pytest.mark.parametrize("first", range(0, 2000, _CHUNK))
+def test_no_invariant_breaks(first: int) -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(first, first + _CHUNK):
+        totals.update(run_seed(seed).counts)
+    assert totals["failed"] == 0
+    assert totals["finished"] > _CHUNK
+    assert totals["moves"] > 0
+
+
+def test_a_seed_always_runs_the_same_way() -> None:
+    first, second = run_seed(7), run_seed(7)
+    assert (first.virtual_s, first.num_events, first.counts) == (second.virtual_s, second.num_events, second.counts)
