@@ -24,7 +24,7 @@ async def _answers(cluster: Cluster) -> list[Any]:
     async with httpx.AsyncClient(timeout=240) as client:
 
         async def ask(prompt: list[int]) -> Any:
-            body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+            body = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 2, "ignore_eos": True}
             reply = await client.post(f"{cluster.url}/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
             choice = reply.json()["choices"][0]

@@ -25,7 +25,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 def test_chat_streams_a_sensible_answer(cluster: Cluster) -> None:
     body = {"model": "demo", "messages": CAPITAL, "max_tokens": 16, "temperature": 0, "stream": True}
-    body["model"] = httpx.get(f"{cluster.url}/v1/models").json()["data"][0]["id"]
     text, finish = "", None
     with httpx.stream("POST", f"{cluster.url}/v1/chat/completions", json=body, timeout=60) as reply:
         assert reply.status_code == 200
@@ -47,7 +46,7 @@ def test_every_kv_byte_is_pushed_one_sided_into_reserved_blocks(cluster: Cluster
     assert lane["one_sided"], lane
     before = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
     prompt = list(range(1000, 1123))
-    reply = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": prompt, "max_tokens": 4, "temperature": 0}, timeout=60)
+    reply = httpx.post(f"{cluster.url}/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 4, "temperature": 0}, timeout=60)
     assert reply.status_code == 200, reply.text
     cluster.assert_clean()
     pushed = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total") - before
@@ -58,10 +57,10 @@ def test_every_kv_byte_is_pushed_one_sided_into_reserved_blocks(cluster: Cluster
 def test_a_second_request_pushes_only_the_missing_suffix(cluster: Cluster) -> None:
     prefill = cluster.worker("prefill")
     prompt = list(range(3000, 3100))
-    first = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60).json()
+    first = httpx.post(f"{cluster.url}/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60).json()
     cluster.assert_clean()
     before = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
-    second = httpx.post(f"{cluster.url}/v1/completions", json={"prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60).json()
+    second = httpx.post(f"{cluster.url}/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60).json()
     cluster.assert_clean()
     pushed = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total") - before
     assert pushed == (100 - 96) * KV_NBYTES_PER_TOKEN
@@ -71,7 +70,7 @@ def test_a_second_request_pushes_only_the_missing_suffix(cluster: Cluster) -> No
 @pytest.mark.parametrize("max_tokens", [1, 2])
 def test_the_first_token_can_be_the_last(cluster: Cluster, max_tokens: int) -> None:
     reply = httpx.post(
-        f"{cluster.url}/v1/completions", json={"prompt": "One two three", "max_tokens": max_tokens, "temperature": 0}, timeout=60
+        f"{cluster.url}/v1/completions", json={"model": "demo", "prompt": "One two three", "max_tokens": max_tokens, "temperature": 0}, timeout=60
     )
     assert reply.json()["usage"]["completion_tokens"] == max_tokens
     assert reply.json()["choices"][0]["finish_reason"] == "length"
@@ -81,7 +80,7 @@ async def test_sixty_four_concurrent_streams_finish_with_their_own_answers(clust
     async with httpx.AsyncClient(timeout=180, limits=httpx.Limits(max_connections=80)) as client:
 
         async def ask(prompt: list[int]) -> str:
-            body = {"prompt": prompt, "max_tokens": 12, "temperature": 0, "stream": True}
+            body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, "stream": True}
             text = ""
             async with client.stream("POST", f"{cluster.url}/v1/completions", json=body) as reply:
                 assert reply.status_code == 200, await reply.aread()
@@ -98,7 +97,7 @@ async def test_sixty_four_concurrent_streams_finish_with_their_own_answers(clust
 
 async def test_a_client_that_leaves_frees_everything(cluster: Cluster) -> None:
     async with httpx.AsyncClient(timeout=60) as client:
-        body = {"prompt": list(range(2000, 2600)), "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
+        body = {"model": "demo", "prompt": list(range(2000, 2600)), "max_tokens": 400, "temperature": 0, "stream": True, "ignore_eos": True}
         for delay_s in (0.05, 0.3, 1.5):
             task = asyncio.create_task(client.post(f"{cluster.url}/v1/completions", json=body))
             await asyncio.sleep(delay_s)

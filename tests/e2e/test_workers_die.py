@@ -14,7 +14,7 @@ PROMPTS = [[400 + index * 11 + offset for offset in range(40 + index * 3)] for i
 
 
 async def _ask(client: httpx.AsyncClient, cluster: Cluster, prompt: list[int]) -> str:
-    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
     reply = await client.post(f"{cluster.url}/v1/completions", json=body)
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["choices"][0]["text"]
