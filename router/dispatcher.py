@@ -80,6 +80,7 @@ class Generation:
     lifecycle: Lifecycle
     max_tokens: int
     wake: Callable[[], None]
+    wakes_on_token: bool
     tokens: list[TokenOutput] = field(default_factory=list)
     finish: FinishReason | None = None
     error: PdServeError | None = None
@@ -131,10 +132,15 @@ class Dispatcher:
         """Nothing is left of any request."""
         return not (self._open or self._by_attempt or self._num_queued) and self._book.is_empty()
 
-    def submit(self, token_ids: tuple[int, ...], samplings: tuple[SamplingParams, ...], wake: Callable[[], None]) -> tuple[Generation, ...]:
-        """Begin one choice per sampling of one prompt. Raises OverloadedError when it would have to wait and the queue is full."""
+    def submit(
+        self, token_ids: tuple[int, ...], samplings: tuple[SamplingParams, ...], wake: Callable[[], None], wakes_on_token: bool = True
+    ) -> tuple[Generation, ...]:
+        """Begin one choice per sampling of one prompt. `wakes_on_token` False: wake is called at the end only.
+
+        Raises OverloadedError when it would have to wait and the queue is full.
+        """
         self._metrics.record("pd_serve_prompt_tokens_total", len(token_ids))
-        generations = tuple(self._new(token_ids, sampling, wake) for sampling in samplings)
+        generations = tuple(self._new(token_ids, sampling, wake, wakes_on_token) for sampling in samplings)
         first, rest = generations[0], generations[1:]
         starting = generations
         if rest and self._settings.share_prefix:
@@ -247,7 +253,8 @@ class Dispatcher:
             self._first_token.observe(now - generation.submitted_at)
             self._arrived(generation)
         generation.tokens.append(token)
-        generation.wake()
+        if generation.wakes_on_token:
+            generation.wake()
 
     def _arrived(self, generation: Generation) -> None:
         """The first token: the prompt is computed, and the decode worker has it."""
@@ -338,9 +345,9 @@ class Dispatcher:
 
     # ---- beginning and end
 
-    def _new(self, token_ids: tuple[int, ...], sampling: SamplingParams, wake: Callable[[], None]) -> Generation:
+    def _new(self, token_ids: tuple[int, ...], sampling: SamplingParams, wake: Callable[[], None], wakes_on_token: bool) -> Generation:
         lifecycle = Lifecycle(self._settings.lifecycle, token_ids, sampling, self._new_attempt_id)
-        generation = Generation(next(self._keys), len(token_ids), lifecycle, sampling.max_tokens, wake)
+        generation = Generation(next(self._keys), len(token_ids), lifecycle, sampling.max_tokens, wake, wakes_on_token)
         generation.submitted_at = self._loop.time()
         generation.request_timer = self._loop.call_later(self._settings.request_timeout_s, self._timed_out, generation)
         self._open[generation.key] = generation

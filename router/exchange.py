@@ -102,8 +102,9 @@ class ExchangeResponse(Response):
     # ---- choices
 
     def _submit(self) -> None:
+        wakes_on_token = self._plan.events is not None or bool(self._plan.stops)
         for prompt in self._plan.prompts:
-            generations = self._services.dispatcher.submit(prompt.token_ids, prompt.samplings, self._wake.set)
+            generations = self._services.dispatcher.submit(prompt.token_ids, prompt.samplings, self._wake.set, wakes_on_token)
             for generation, sampling in zip(generations, prompt.samplings, strict=True):
                 text = ChoiceText(self._services.codec, self._plan.stops, sampling.min_tokens)
                 self._choices.append(ChoiceState(text, generation, []))

@@ -26,7 +26,9 @@ from pd_serve.model_store import resolve_model
 from pd_serve.observe import Metrics, Side, setup_logging
 from pd_serve.protocol.client import LinkSettings
 from router.admission import Admission
-from router.api import chat, completions, internal, models, ops
+from router.api import internal, models, ops
+from router.api.chat import chat_route
+from router.api.completions import completions_route
 from router.api.errors import on_bug, on_error, on_http_exception
 from router.dispatcher import Dispatcher, DispatcherSettings
 from router.lifecycle import LifecycleSettings
@@ -70,8 +72,9 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
             services.dispatcher.close(NoWorkerError("the router is shutting down"))
             await services.pool.close()
 
-    app = FastAPI(title="pd-serve", lifespan=lifespan, docs_url="/docs", redoc_url=None)
-    for module in (chat, completions, models, ops, internal):
+    app = FastAPI(title="pd-serve", lifespan=lifespan, openapi_url=None)
+    app.router.routes[:] = [chat_route(), completions_route()]
+    for module in (models, ops, internal):
         app.include_router(module.router)
     app.add_exception_handler(PdServeError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
@@ -108,6 +111,7 @@ class _Server:
                 log_config=None,
                 access_log=False,
                 server_header=False,
+                proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=max(1, round(config.worker.drain_deadline_s)),
                 backlog=BACKLOG,

@@ -68,6 +68,7 @@ class FolderTokenizer:
         self._chat_template = _compiled(_chat_template(folder, config))
         self._is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._pieces = _Pieces(self._tokenizer)
+        self._text_bytes: dict[int, bytes] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -95,7 +96,11 @@ class FolderTokenizer:
     def text_bytes(self, token_id: int) -> bytes | None:
         if not self._is_byte_level:
             return None
-        return b"" if self._pieces.is_special(token_id) else self._pieces.token_bytes(token_id, True)
+        found = self._text_bytes.get(token_id)
+        if found is None:
+            found = b"" if self._pieces.is_special(token_id) else self._pieces.token_bytes(token_id, True)
+            self._text_bytes[token_id] = found
+        return found
 
 
 class _Pieces:

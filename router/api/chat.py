@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.routing import Route
 
 from pd_serve.protocol.openai import ChatCompletionRequest, parse_chat
 from pd_serve.protocol.openai_responses import AssistantMessage, ChatChoice, ChatCompletion, Usage
-from router.api.generate import new_response_id, now_s, prepared_prompt, serve_generation, tokenize
+from router.api.generate import GenerationEndpoint, new_response_id, now_s, prepared_prompt, tokenize
 from router.choice import chat_logprobs
 from router.exchange import AnswerPlan, ChoiceState
 from router.services import Services
 from router.sse import ChatEvents, event_head
 from router.tokenizer import TextCodec
-
-router = APIRouter()
-
-
-@router.post("/v1/chat/completions", summary="Answer a conversation")
-async def chat_completions(request: Request) -> Response:
-    return await serve_generation(request, parse_chat, _plan)
 
 
 async def _plan(services: Services, request: ChatCompletionRequest) -> AnswerPlan:
@@ -37,6 +29,10 @@ async def _plan(services: Services, request: ChatCompletionRequest) -> AnswerPla
         events = ChatEvents(services.codec, head, request.include_usage)
     builder = _ChatBuilder(services.codec, response_id, created, services.model_name, request.logprobs)
     return AnswerPlan(response_id, (prompt,), request.stop, builder, events, request.include_usage)
+
+
+def chat_route() -> Route:
+    return Route("/v1/chat/completions", GenerationEndpoint(parse_chat, _plan), methods=["POST"])
 
 
 @dataclass(frozen=True, slots=True)

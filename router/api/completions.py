@@ -4,24 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.routing import Route
 
 from pd_serve.protocol.openai import CompletionRequest, parse_completion
 from pd_serve.protocol.openai_responses import Completion, CompletionChoice, Usage
-from router.api.generate import new_response_id, now_s, prepared_prompt, serve_generation, tokenize
+from router.api.generate import GenerationEndpoint, new_response_id, now_s, prepared_prompt, tokenize
 from router.choice import completion_logprobs
 from router.exchange import AnswerPlan, ChoiceState, PreparedPrompt
 from router.services import Services
 from router.sse import CompletionEvents, event_head
 from router.tokenizer import TextCodec
-
-router = APIRouter()
-
-
-@router.post("/v1/completions", summary="Continue a text")
-async def completions(request: Request) -> Response:
-    return await serve_generation(request, parse_completion, _plan)
 
 
 async def _plan(services: Services, request: CompletionRequest) -> AnswerPlan:
@@ -43,6 +35,10 @@ async def _plan(services: Services, request: CompletionRequest) -> AnswerPlan:
         events = CompletionEvents(services.codec, head, request.include_usage, tuple(echoes))
     builder = _CompletionBuilder(services.codec, response_id, created, services.model_name, request.logprobs is not None, tuple(echoes))
     return AnswerPlan(response_id, tuple(prompts), request.stop, builder, events, request.include_usage)
+
+
+def completions_route() -> Route:
+    return Route("/v1/completions", GenerationEndpoint(parse_completion, _plan), methods=["POST"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,10 +6,10 @@ import asyncio
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
+from typing import Generic, TypeVar
 
-from fastapi import Request
-from starlette.responses import Response
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
 
 from pd_serve.errors import InvalidRequestError, NotFoundError
 from pd_serve.protocol.openai import GenerationRequest
@@ -25,23 +25,32 @@ LONG_TEXT = 16_384
 R = TypeVar("R", bound=GenerationRequest)
 
 
-async def serve_generation(request: Request, parse: Callable[[bytes], R], plan: Callable[[Services, R], Awaitable[AnswerPlan]]) -> Response:
-    """Raises every error of the tree that can be known before a worker is asked."""
-    services = services_of(request)
-    services.admission.enter(request.headers.get("authorization"))
-    has_begun = False
-    try:
-        parsed = parse(await read_body(request, services.config.router.max_body_bytes))
-        if parsed.model != services.model_name:
-            raise NotFoundError(f"The model `{parsed.model}` does not exist; this server has `{services.model_name}`", "model")
-        if parsed.n > services.config.router.max_n:
-            raise InvalidRequestError(f"'n' may be at most {services.config.router.max_n}", "n")
-        response = ExchangeResponse(services, await plan(services, parsed))
-        has_begun = True
-        return response
-    finally:
-        if not has_begun:
-            services.admission.leave()
+class GenerationEndpoint(Generic[R]):
+    """An ASGI endpoint, so that neither request nor response passes through the framework's argument and response handling: it would cost
+    as much as all the rest. Raises every error of the tree that can be known before a worker is asked; the app's handlers answer those.
+    """
+
+    def __init__(self, parse: Callable[[bytes], R], plan: Callable[[Services, R], Awaitable[AnswerPlan]]) -> None:
+        self._parse = parse
+        self._plan = plan
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        services = services_of(request)
+        services.admission.enter(request.headers.get("authorization"))
+        has_begun = False
+        try:
+            parsed = self._parse(await read_body(request, services.config.router.max_body_bytes))
+            if parsed.model != services.model_name:
+                raise NotFoundError(f"The model `{parsed.model}` does not exist; this server has `{services.model_name}`", "model")
+            if parsed.n > services.config.router.max_n:
+                raise InvalidRequestError(f"'n' may be at most {services.config.router.max_n}", "n")
+            response = ExchangeResponse(services, await self._plan(services, parsed))
+            has_begun = True
+        finally:
+            if not has_begun:
+                services.admission.leave()
+        await response(scope, receive, send)
 
 
 async def tokenize(codec: TextCodec, text: str, add_special_tokens: bool) -> tuple[int, ...]:

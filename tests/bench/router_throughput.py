@@ -35,7 +35,9 @@ ANSWER = b'{"id":"x","choices":[{"text":"hello world, this"}]}'
 
 
 def serve(app: object, listener: socket, ws: str = "none") -> None:
-    config = uvicorn.Config(app, loop="uvloop", http="httptools", ws=ws, ws_per_message_deflate=False, log_config=None, access_log=False)  # type: ignore[arg-type]
+    config = uvicorn.Config(
+        app, loop="uvloop", http="httptools", ws=ws, ws_per_message_deflate=False, log_config=None, access_log=False, proxy_headers=False
+    )  # type: ignore[arg-type]
     uvicorn.Server(config).run([listener])
 
 

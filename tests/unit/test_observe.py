@@ -86,3 +86,15 @@ def test_log_lines_hold_no_secret(log_format: str, capsys: pytest.CaptureFixture
     assert "[secret], 100%" in line
     if log_format == "json":
         assert json.loads(line)["process"] == "router"
+
+
+def test_histogram_counts_cumulatively_with_inclusive_bounds() -> None:
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    for value in (0.0005, 0.001, 0.0011, 1e9):
+        metrics.record("pd_serve_inter_token_latency_seconds", value)
+    assert registry.get_sample_value("pd_serve_inter_token_latency_seconds_bucket", {"le": "0.001"}) == 2
+    assert registry.get_sample_value("pd_serve_inter_token_latency_seconds_bucket", {"le": "120.0"}) == 3
+    assert registry.get_sample_value("pd_serve_inter_token_latency_seconds_bucket", {"le": "+Inf"}) == 4
+    assert registry.get_sample_value("pd_serve_inter_token_latency_seconds_count") == 4
+    assert registry.get_sample_value("pd_serve_inter_token_latency_seconds_sum") == pytest.approx(1e9)
