@@ -6,12 +6,17 @@ import asyncio
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
+from pd_serve.protocol.client import ControlClient
+from pd_serve.protocol.control import RegisterWorker
 from pd_serve.protocol.link import BlockCounts, Cancel, FailureReason, Open, Prefill, RefusalReason, Role
 from pd_serve.protocol.openai_responses import ChatCompletion, Completion
-from tests.fakes_worker import Board, Script, mock_worker
-from tests.unit.router.cluster import Cluster, chat_body, cluster, completion_body, events_of, until
+from router.dispatcher import Dispatcher
+from router.load import LoadBook
+from tests.fakes_worker import Board, Script, mock_worker, running
+from tests.unit.router.cluster import chat_body, cluster, completion_body, events_of, until
 
 ANSWER = "hello world, this is a long answer"
 
@@ -126,10 +131,11 @@ async def test_queued_requests_start_when_a_worker_comes(tmp_path: Path) -> None
     async with cluster(tmp_path, wait_ready=False) as c:
         waiting = [asyncio.create_task(c.complete()) for _ in range(3)]
         await until(lambda: c.services.dispatcher.num_queued == 3, "queued")
-        from tests.fakes_worker import running
-
-        async with running(late) as address:
-            await register(c, late, address)
+        async with running(late) as address, ControlClient(c.url) as control:
+            peer = late.info.info.peer
+            await control.register(
+                RegisterWorker(worker_id=peer.worker_id, incarnation=peer.incarnation, address=address, role=late.role, ready=True)
+            )
             assert [response.status_code for response in await asyncio.gather(*waiting)] == [200] * 3
             await c.services.pool.close()
 
@@ -229,17 +235,19 @@ async def test_burst_at_second_zero(tmp_path: Path) -> None:
         assert all(Completion.model_validate_json(response.content).choices[0].text == "he" for response in responses)
 
 
-async def register(c: Cluster, worker: object, address: str) -> None:
-    from pd_serve.protocol.client import ControlClient
-    from pd_serve.protocol.control import RegisterWorker
-    from tests.fakes_worker import MockWorker
-
-    assert isinstance(worker, MockWorker)
-    peer = worker.info.info.peer
-    async with ControlClient(c.url) as control:
-        await control.register(
-            RegisterWorker(worker_id=peer.worker_id, incarnation=peer.incarnation, address=address, role=worker.role, ready=True)
-        )
+async def test_emptiness_check_sees_a_planted_leak(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The historic mistake: the client goes away and nobody is told."""
+    monkeypatch.setattr(Dispatcher, "cancel", lambda self, generation: None)
+    worker = mock_worker(role=Role.BOTH, script=Script(stall_after=1))
+    with pytest.raises(AssertionError, match="nothing left"):
+        async with cluster(tmp_path, worker) as c:
+            with pytest.raises(httpx.ReadTimeout):
+                await c.http.post("/v1/completions", json=completion_body(), timeout=0.2)
 
 
-__all__ = ["completion_body"]
+async def test_emptiness_check_sees_a_planted_charge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Load that stays after its request: the worker would look busy for ever."""
+    monkeypatch.setattr(LoadBook, "release", lambda self, key, peers: None)
+    with pytest.raises(AssertionError, match="nothing left"):
+        async with cluster(tmp_path, mock_worker(role=Role.BOTH)) as c:
+            assert (await c.complete()).status_code == 200

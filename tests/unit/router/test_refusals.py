@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -107,7 +110,7 @@ async def test_unknown_model_and_path_and_method(tmp_path: Path) -> None:
 async def test_body_over_the_limit_is_413(tmp_path: Path) -> None:
     async with cluster(tmp_path, wait_ready=False, max_body_bytes=2048) as c:
 
-        async def endless():  # type: ignore[no-untyped-def]
+        async def endless() -> AsyncIterator[bytes]:
             for _ in range(100):
                 yield b" " * 1000
 
@@ -153,9 +156,6 @@ def test_listening_beyond_loopback_needs_a_secret() -> None:
 
 async def test_random_bytes_on_the_port_do_no_harm(tmp_path: Path) -> None:
     async with cluster(tmp_path, mock_worker(role=Role.BOTH)) as c:
-        import asyncio
-        import random
-
         noise = random.Random(5)
         host, port = c.url.removeprefix("http://").split(":")
         for _ in range(20):

@@ -1,0 +1,199 @@
+"""Policies, the candidates they choose from, and the load book."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from pd_serve.errors import ConfigError, IncompatibleError
+from pd_serve.ids import PeerId, WorkerId
+from pd_serve.protocol.link import Role
+from router.admission import limits_of
+from router.compatibility import check_compatible
+from router.load import REPORT_LAG_S, LoadBook
+from router.policy.base import Demand, RouteKind, RoutingSettings, WorkerView, possible_routes
+from router.policy.least_tokens import LeastTokens
+from router.policy.registry import new_policy
+from tests.fakes import block_counts, kv_layout, load, peer_id, peer_info, welcome
+
+SETTINGS = RoutingSettings(local_prefill_max_tokens=0, prefill_window_tokens=512, max_sequences=8)
+
+
+def view(name: str, role: Role, joined: tuple[PeerId, ...] = (), **fields: object) -> WorkerView:
+    base: dict[str, object] = {
+        "peer": peer_id(name),
+        "role": role,
+        "max_model_len": 2048,
+        "num_pool_tokens": 4096,
+        "num_free_tokens": 4096,
+        "prefill_backlog_tokens": 0,
+        "decode_tokens": 0,
+        "num_sequences": 0,
+        "joined": frozenset(joined),
+        "is_joining": False,
+    }
+    return WorkerView(**{**base, **fields})  # type: ignore[arg-type]
+
+
+P0, P1, D0, D1 = (peer_id(name) for name in ("p0", "p1", "d0", "d1"))
+
+
+def names(routes: object) -> set[tuple[str | None, str]]:
+    return {(route.prefill and route.prefill.peer.worker_id, route.decode.peer.worker_id) for route in routes}  # type: ignore[attr-defined]
+
+
+def test_only_joined_pairs_are_used() -> None:
+    workers = (
+        view("p0", Role.PREFILL, (D0,)),
+        view("p1", Role.PREFILL, (D0, D1)),
+        view("d0", Role.DECODE, (P0, P1)),
+        view("d1", Role.DECODE, (P0,)),
+    )
+    assert names(possible_routes(Demand(10, 10), workers, SETTINGS)) == {("p0", "d0"), ("p1", "d0"), (None, "d1")}
+
+
+def test_pair_that_may_still_join_is_waited_for() -> None:
+    workers = (view("p0", Role.PREFILL, is_joining=True), view("d0", Role.DECODE))
+    assert possible_routes(Demand(10, 10), workers, SETTINGS) == ()
+
+
+def test_prompts_are_prefilled_where_they_decode_without_prefill_workers() -> None:
+    (route,) = possible_routes(Demand(10, 10), (view("d0", Role.DECODE),), SETTINGS)
+    assert (route.kind, route.reason) == (RouteKind.LOCAL, "no_prefill_worker")
+
+
+def test_busy_prefill_worker_is_waited_for() -> None:
+    workers = (view("p0", Role.PREFILL, (D0,), prefill_backlog_tokens=512), view("d0", Role.DECODE, (P0,)))
+    assert possible_routes(Demand(10, 10), workers, SETTINGS) == ()
+
+
+def test_full_or_short_decode_is_no_candidate() -> None:
+    for fields in ({"num_free_tokens": 10}, {"num_sequences": 8}, {"max_model_len": 19}):
+        assert possible_routes(Demand(10, 10), (view("d0", Role.DECODE, **fields),), SETTINGS) == ()
+
+
+def test_worker_to_avoid_is_used_only_alone() -> None:
+    workers = (view("d0", Role.DECODE), view("d1", Role.DECODE))
+    assert names(possible_routes(Demand(10, 10, frozenset({D0})), workers, SETTINGS)) == {(None, "d1")}
+    assert names(possible_routes(Demand(10, 10, frozenset({D0})), workers[:1], SETTINGS)) == {(None, "d0")}
+
+
+def test_short_prompts_stay_on_decode_where_configured() -> None:
+    settings = replace(SETTINGS, local_prefill_max_tokens=32)
+    workers = (view("p0", Role.PREFILL, (D0,)), view("d0", Role.DECODE, (P0,)))
+    assert names(possible_routes(Demand(32, 10), workers, settings)) == {(None, "d0")}
+    assert names(possible_routes(Demand(33, 10), workers, settings)) == {("p0", "d0")}
+
+
+def test_sibling_goes_beside_its_prompt() -> None:
+    workers = (view("p0", Role.PREFILL, (D0, D1)), view("d0", Role.DECODE, (P0,)), view("d1", Role.DECODE, (P0,)))
+    (route,) = possible_routes(Demand(10, 10, beside=D1), workers, SETTINGS)
+    assert (route.decode.peer, route.reason) == (D1, "cached")
+    gone = possible_routes(Demand(10, 10, beside=peer_id("d9")), workers, SETTINGS)
+    assert names(gone) == {("p0", "d0"), ("p0", "d1")}
+
+
+def test_colocated_and_disaggregated_workers_mix() -> None:
+    workers = (view("b0", Role.BOTH), view("p0", Role.PREFILL, (D0,)), view("d0", Role.DECODE, (P0,)))
+    assert names(possible_routes(Demand(10, 10), workers, SETTINGS)) == {(None, "b0"), ("p0", "d0")}
+
+
+def test_round_robin_takes_turns() -> None:
+    workers = tuple(view(f"d{i}", Role.DECODE) for i in range(3))
+    policy = new_policy("round_robin")
+    demand = Demand(10, 10)
+    chosen = [policy.choose(demand, possible_routes(demand, workers, SETTINGS)).decode.peer.worker_id for _ in range(6)]
+    assert sorted(chosen[:3]) == ["d0", "d1", "d2"]
+    assert chosen[:3] == chosen[3:]
+    with pytest.raises(ConfigError, match="known"):
+        new_policy("magic")
+
+
+def test_burst_spreads_by_tokens_before_any_report() -> None:
+    """200 prompts of mixed length on 4 prefill workers, no Load in between: the most loaded has less than 1.3 times the mean."""
+    rng = random.Random(3)
+    book, policy = LoadBook(), LeastTokens()
+    peers = [peer_id(f"p{i}") for i in range(4)]
+    decode = peer_id("d0")
+    settings = RoutingSettings(0, 10**9, 10**9)
+    idle = load(Role.PREFILL)
+    sent = dict.fromkeys(peers, 0)
+    for key in range(200):
+        workers = [
+            view(peer.worker_id, Role.PREFILL, (decode,), prefill_backlog_tokens=book.prefill_backlog_tokens(peer, idle)) for peer in peers
+        ]
+        num_tokens = rng.choice((20, 100, 500, 1900))
+        demand = Demand(num_tokens, 10)
+        route = policy.choose(
+            demand, possible_routes(demand, (*workers, view("d0", Role.DECODE, tuple(peers), num_free_tokens=10**9)), settings)
+        )
+        assert route.prefill is not None
+        book.charge(key, route.prefill.peer, decode, num_tokens)
+        sent[route.prefill.peer] += num_tokens
+    assert max(sent.values()) < 1.3 * sum(sent.values()) / 4
+
+
+def test_backlog_follows_the_report_once_it_can_know() -> None:
+    book, peer, decode = LoadBook(), peer_id("p0"), peer_id("d0")
+    book.charge(1, peer, decode, 1000)
+    book.told(1, peer, now=10.0)
+    assert book.prefill_backlog_tokens(peer, load()) == 1000
+    book.reported(peer, now=10.0 + REPORT_LAG_S / 2)
+    assert book.prefill_backlog_tokens(peer, load(prefill_queue_tokens=0)) == 1000
+    book.reported(peer, now=10.0 + 2 * REPORT_LAG_S)
+    assert book.prefill_backlog_tokens(peer, load(prefill_queue_tokens=400)) == 400
+    book.prefilled(1, peer)
+    assert book.prefill_backlog_tokens(peer, load(prefill_queue_tokens=0)) == 0
+    assert book.prefill_backlog_tokens(peer, load(prefill_queue_tokens=700)) == 700, "sent by another router"
+
+
+def test_room_counts_what_the_report_cannot_know() -> None:
+    book, peer = LoadBook(), peer_id()
+    report = load(blocks=block_counts(total=10, free=6, cached=2))
+    assert book.free_tokens(peer, report, 16) == 8 * 16
+    book.charge(1, None, peer, 33)
+    assert book.free_tokens(peer, report, 16) == 5 * 16
+    book.reported(peer, 1.0)
+    assert book.free_tokens(peer, report, 16) == 5 * 16, "not answered yet: the report is older than the grant"
+    book.told(1, peer, 1.1)
+    book.reported(peer, 1.2)
+    assert book.free_tokens(peer, report, 16) == 8 * 16
+    book.refused(peer)
+    assert book.free_tokens(peer, report, 16) == 0
+    book.reported(peer, 1.3)
+    assert book.free_tokens(peer, report, 16) == 8 * 16
+    book.release(1, (peer,))
+    assert book.is_empty()
+
+
+@pytest.mark.parametrize(
+    ("field", "candidate"),
+    [
+        ("protocol version", welcome(msgspec.structs.replace(peer_info(), protocol_version=99))),
+        ("model fingerprint", welcome(peer_info(fingerprint="model-b"))),
+        ("vocabulary", welcome(vocab_size=261)),
+        ("vocabulary", welcome(vocab_size=200)),
+        ("KV layout", welcome(peer_info(layout=kv_layout(block_size=32)))),
+        ("transport", welcome(msgspec.structs.replace(peer_info(), transport="other"))),
+        ("end-of-sequence", msgspec.structs.replace(welcome(), eos_token_ids=(5,))),
+    ],
+)
+def test_incompatible_workers_are_refused_with_both_values(field: str, candidate: object) -> None:
+    with pytest.raises(IncompatibleError, match=field) as refused:
+        check_compatible(candidate, 260, welcome(peer_info(peer_id("first"))), None)  # type: ignore[arg-type]
+    assert len(str(refused.value).split(", ")) >= 2
+
+
+def test_pools_of_other_sizes_are_compatible() -> None:
+    check_compatible(welcome(peer_info(layout=kv_layout(num_blocks=7))), 260, welcome(), None)
+    with pytest.raises(IncompatibleError, match="answers there"):
+        check_compatible(welcome(), 260, None, WorkerId("other"))
+
+
+def test_limits_without_workers_come_from_the_configuration() -> None:
+    limits = limits_of((), 0, 260)
+    assert (limits.max_context_tokens, limits.vocab_size) == (0, 260)
+    assert limits_of((), 128, 260).output_budget(100, None) == 28
