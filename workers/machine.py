@@ -277,9 +277,9 @@ class WorkerMachine:
 
     def _report_load(self, now: float) -> list[Action]:
         """At most every load_interval_s, only what is new; at least every heartbeat_s."""
-        silent_s = now - self._load_sent_at
-        is_due = silent_s >= self._settings.heartbeat_s or self._reported_load is None
-        if not self._links or not (is_due or (self._load_changed and silent_s >= self._settings.load_interval_s)):
+        is_due = now >= self._load_sent_at + self._settings.heartbeat_s or self._reported_load is None
+        may_send = self._load_changed and now >= self._load_sent_at + self._settings.load_interval_s
+        if not self._links or not (is_due or may_send):
             return []
         self._load_changed = False
         load = self.load()

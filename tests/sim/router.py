@@ -83,6 +83,7 @@ class SimRouter(Process):
         """Every attempt ever made here, for the oracle."""
         self.open: list[Request] = []
         self.register_attempt: Callable[[AttemptId, Request], None] = lambda attempt_id, request: None
+        self.local_share = 0.1
         self._settings = settings
         self._lifecycle_class = lifecycle_class
         self._legs = LegTracker()
@@ -182,7 +183,7 @@ class SimRouter(Process):
             for info in usable
             if info.role is Role.PREFILL and info.peer in self._joined.get(decode, ()) and decode in self._joined.get(info.peer, ())
         ]
-        if not prefills or rng.random() < 0.1:
+        if not prefills or rng.random() < self.local_share:
             return Assigned(None, decode)
         return Assigned(rng.choice([peer for peer in prefills if peer != decode] or [None]), decode)
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.sim.bugs import BUGS
+from tests.sim.bugs import BUGS, Bug
 from tests.sim.core import ViolationError
 from tests.sim.world import run_seed
 
@@ -17,10 +17,17 @@ _MOST_RUNS = 600
 def test_planted_bug_is_found(name: str) -> None:
     bug = BUGS[name]
     for seed in range(bug.near, bug.near + _MOST_RUNS):
-        try:
-            run_seed(seed, bug.planted)
-        except ViolationError as error:
+        error = _violation(seed, bug)
+        if error is not None:
             assert re.search(bug.symptom, str(error)), f"seed {seed}: {error}"
             assert any(f"--seed {seed}" in note for note in error.__notes__)
             return
     pytest.fail(f"{name} was not found in {_MOST_RUNS} runs from seed {bug.near}")
+
+
+def _violation(seed: int, bug: Bug) -> ViolationError | None:
+    try:
+        run_seed(seed, bug.planted)
+    except ViolationError as error:
+        return error
+    return None

@@ -48,6 +48,8 @@ class Scenario:
     num_requests: int
     duration_s: float
     cancel_share: float
+    local_share: float
+    """Of requests whose prompt is computed where it decodes."""
     transfer_timeout_s: float
     max_moves: int
     num_faults: int
@@ -73,6 +75,7 @@ def draw_scenario(rng: Random) -> Scenario:
         num_requests=rng.randint(3, 14),
         duration_s=rng.choice((0.01, 0.05, 0.4)),
         cancel_share=rng.choice((0.0, 0.2, 0.5)),
+        local_share=rng.choice((0.0, 0.1, 0.5)),
         transfer_timeout_s=60.0 if is_calm else rng.choice((2.0, 2.0, 2.0, 0.5, 0.02, 0.004)),
         max_moves=1_000_000,
         num_faults=0 if is_calm else rng.randint(0, 5),
@@ -132,6 +135,7 @@ class World:
     def _start_router(self, name: str) -> None:
         settings = LifecycleSettings(self.scenario.transfer_timeout_s, self.scenario.max_moves)
         router = SimRouter(self.loop, name, settings, self.planted.lifecycle)
+        router.local_share = self.scenario.local_share
         router.register_attempt = self._by_attempt.__setitem__
         self.routers.append(router)
         for node in self.nodes.values():
