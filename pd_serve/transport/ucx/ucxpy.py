@@ -1,13 +1,14 @@
 """The binding to UCX through ucx-py (`ucp._libs.ucx_api`), where that is installed.
 
-ucx-py's files on the public package index are stubs that fetch the real wheel from elsewhere, so it is an optional extra, imported only
-here. Its layer of active messages ties every message to an endpoint that the receiver has made, which a hello from someone new has not; tags do
-not, so messages are tagged sends here (`messaging = "tag"`), into receives that are always posted. A message is
+ucx-py's files on the public package index are stubs that fetch the real wheel from elsewhere: it is an optional extra, imported only here.
+Its active messages belong to an endpoint that the receiver has made, which a hello from someone new has not; tags do not, so messages are
+tagged sends here (`messaging = "tag"`), into receives that are always posted. A message is, in one buffer,
 
     [header length u32][payload length u32][header][payload]
 
-in one buffer. What ucx-py does not offer: a forced close of a healthy endpoint (it is closed once flushed, or once it has failed; until
-then it lingers), and progress that tells whether something moved (callbacks are counted instead).
+What ucx-py does not offer: progress that tells whether something moved (callbacks are counted instead), and closing a healthy endpoint by
+force. Its graceful close waits inside the library for a peer that may have stopped, so the endpoint is marked as failed first, in the
+status that its finalizer looks at (`_status_address`).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import ctypes
 import os
 import struct
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -31,6 +33,8 @@ DATA_SLOT_NBYTES = CONTROL_SLOT_NBYTES + MAX_PIECE_NBYTES
 NUM_SLOTS = 32
 """Receives posted per channel; more messages than that wait inside UCX until some have been handled."""
 FAILED = -1
+CANCELED = -16
+"""UCS_ERR_CANCELED."""
 
 
 class UcxPyBinding:
@@ -135,7 +139,6 @@ class UcxPyWorker:
         self._to_post: list[tuple[seam.Channel, int]] = []
         self._raised: list[BaseException] = []
         self._num_events = 0
-        self._lingering: list[tuple[Any, UcxPyRequest]] = []
         self._receivers: dict[seam.Channel, seam.Receiver] = {}
 
     def address(self) -> bytes:
@@ -149,8 +152,6 @@ class UcxPyWorker:
         if self.has_failures:
             self.has_failures = False
             self.worker.cancel_inflight_messages()
-        if self._lingering:
-            self._close_flushed()
         if self._raised:
             raise self._raised.pop(0)
         return self._num_events != before
@@ -168,10 +169,6 @@ class UcxPyWorker:
     def connect(self, address: bytes) -> UcxPyEndpoint:
         return UcxPyEndpoint(self, address)
 
-    def linger(self, endpoint: Any, flushing: UcxPyRequest) -> None:
-        """Close the endpoint as soon as that cannot block."""
-        self._lingering.append((endpoint, flushing))
-
     def finisher(self, keep: object = None) -> tuple[UcxPyRequest, Callable[[object, Exception | None], None]]:
         request = UcxPyRequest(keep)
 
@@ -182,8 +179,6 @@ class UcxPyWorker:
         return request, finish
 
     def close(self) -> None:
-        self.worker.progress()
-        self._close_flushed()
         self._receivers.clear()
         self.worker.close()
         os.close(self.efd)
@@ -216,16 +211,6 @@ class UcxPyWorker:
         if start + nbytes <= len(slot):
             address = ctypes.addressof(ctypes.c_char.from_buffer(slot))
             receiver(bytes(slot[_FRAME.size : start]), address + start, nbytes)
-
-    def _close_flushed(self) -> None:
-        waiting = []
-        for endpoint, flushing in self._lingering:
-            if flushing.poll() == seam.IN_PROGRESS and endpoint.is_alive():
-                waiting.append((endpoint, flushing))
-                continue
-            with contextlib.suppress(self.binding.error):
-                endpoint.close()
-        self._lingering = waiting
 
 
 class UcxPyKey:
@@ -301,11 +286,11 @@ class UcxPyEndpoint:
     def close(self) -> None:
         if self._failure == "closed":
             return
-        if self.failure is None:
-            self._worker.linger(self._endpoint, self.flush())
-        else:
-            with contextlib.suppress(self._binding.error):
-                self._endpoint.close()
+        address = _status_address(self._endpoint)
+        if address is not None:
+            ctypes.c_int8.from_address(address).value = CANCELED
+        with contextlib.suppress(self._binding.error):
+            self._endpoint.close()
         self._failure = "closed"
 
     def _start(self, request: UcxPyRequest, operation: Callable[[], object]) -> None:
@@ -316,3 +301,13 @@ class UcxPyEndpoint:
         except self._binding.error as error:
             self._failure = self._failure or str(error)
             request.finish(None, error)
+
+
+def _status_address(endpoint: Any) -> int | None:
+    """Where ucx-py keeps the status of this endpoint: the second argument of its finalizer. None when it cannot be found."""
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        found = finalizer.peek()
+        if found is not None and found[0] is endpoint:
+            arguments = found[2]  # children, finalizer of the handle, handle, address of the status, ...
+            return int(arguments[3]) if len(arguments) > 3 and arguments[3] else None
+    return None
