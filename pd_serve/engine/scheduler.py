@@ -154,12 +154,14 @@ class Scheduler:
         """Apply a step's result, in entry order, leaving out sequences removed meanwhile. Precondition: it is the step in flight."""
         assert result.step_id == self._step_id, f"step {result.step_id} ended, {self._step_id} is in flight"
         sampled = {item.attempt_id: item for item in result.sampled}
+        block_size = self._pool.block_size
         updates: list[SequenceUpdate] = []
         for attempt_id, (sequence, entry) in self._in_flight.items():
             if self.get(attempt_id) is not sequence:
                 continue
             sequence.num_computed_tokens += len(entry.token_ids)
-            self._pool.publish(sequence.token_ids, sequence.block_table, sequence.num_computed_tokens)
+            if sequence.num_computed_tokens // block_size > entry.start // block_size:
+                self._pool.publish(sequence.token_ids, sequence.block_table, sequence.num_computed_tokens)
             token: TokenOutput | None = None
             finished: FinishReason | None = None
             if entry.sample is not None:

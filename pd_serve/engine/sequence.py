@@ -57,8 +57,11 @@ class Sequence:
     """Arrival at the scheduler: larger is younger. Set by the scheduler."""
     num_initial_tokens: int = field(init=False)
     prompt_done: bool = field(init=False, default=False)
+    _is_penalized: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        params = self.sampling
+        self._is_penalized = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         self.num_initial_tokens = len(self.token_ids)
         self.prompt_done = self.kind is SequenceKind.DECODE
 
@@ -90,13 +93,13 @@ class Sequence:
 
     def sample_spec(self) -> SampleSpec:
         """How to sample the token after the last one."""
-        params = self.sampling
-        penalized = params.repetition_penalty != 1.0 or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        params, num_output_tokens = self.sampling, self.num_output_tokens
+        penalized = self._is_penalized
         return SampleSpec(
             params=params,
             position=len(self.token_ids),
-            num_output_tokens=self.num_output_tokens,
+            num_output_tokens=num_output_tokens,
             prompt_ids=tuple(self.token_ids[: self.num_prompt_tokens]) if penalized else (),
             output_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if penalized else (),
-            eos_masked=self.num_output_tokens < params.min_tokens,
+            eos_masked=num_output_tokens < params.min_tokens,
         )
