@@ -153,6 +153,7 @@ class Rank:
             min_bandwidth=transport.min_bandwidth,
             join_timeout_s=transport.join_timeout_s,
             probe_nbytes=transport.probe_bytes,
+            binding=transport.binding,
         )
 
     def _welcome(self, plan: EnginePlan, ready: TransportReady) -> Welcome:
