@@ -210,7 +210,7 @@ def setup_logging(level: str, log_format: str, process: str, secrets: Iterable[s
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    for noisy in ("httpx", "httpcore", "uvicorn.access", "websockets"):
+    for noisy in ("httpx", "httpcore", "uvicorn.access", "uvicorn.error", "websockets"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 

@@ -16,6 +16,7 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from pd_serve.clock import Clock
 from pd_serve.errors import NoWorkerError, OverloadedError, PdServeError
 from pd_serve.ids import AttemptId, PeerId
 from pd_serve.observe import Metrics
@@ -99,14 +100,18 @@ class Generation:
 
 
 class Dispatcher:
-    """submit() -> the reader drains Generation.tokens -> done, or cancel(). Create within the event loop."""
+    """submit() -> the reader drains Generation.tokens -> done, or cancel(). Create within the event loop.
 
-    def __init__(self, pool: WorkerPool, policy: Policy, settings: DispatcherSettings, metrics: Metrics) -> None:
+    The clock measures; the loop's own (uvloop's counts milliseconds) only wakes.
+    """
+
+    def __init__(self, pool: WorkerPool, policy: Policy, settings: DispatcherSettings, metrics: Metrics, clock: Clock) -> None:
         self._pool = pool
         self._policy = policy
         self._settings = settings
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
+        self._now = clock.now
         self._book = LoadBook()
         self._open: dict[int, Generation] = {}
         self._by_attempt: dict[AttemptId, Generation] = {}
@@ -167,7 +172,7 @@ class Dispatcher:
     def close(self, error: PdServeError) -> None:
         """End every choice with an error."""
         for generation in list(self._open.values()):
-            self._apply(generation, (*generation.lifecycle.handle(CancelRequested(), self._loop.time()), GaveUp(error)))
+            self._apply(generation, (*generation.lifecycle.handle(CancelRequested(), self._now()), GaveUp(error)))
 
     # ---- events
 
@@ -175,13 +180,13 @@ class Dispatcher:
         if isinstance(frame, Step):
             self._step(peer, frame)
         elif isinstance(frame, Load):
-            self._book.reported(peer, self._loop.time())
+            self._book.reported(peer, self._now())
         elif isinstance(frame, Reserved | Refused | PrefillDone | Failed | Closed):
             self._attempt_frame(peer, frame)
 
     def _step(self, peer: PeerId, frame: Step) -> None:
         """The hot path: once per token."""
-        now = self._loop.time()
+        now = self._now()
         by_attempt = self._by_attempt
         for token in frame.outputs:
             generation = by_attempt.get(token.attempt_id)
@@ -199,7 +204,7 @@ class Dispatcher:
         if generation is None:
             return
         if isinstance(frame, Reserved):
-            self._book.told(generation.key, peer, self._loop.time())
+            self._book.told(generation.key, peer, self._now())
         elif isinstance(frame, PrefillDone):
             self._book.prefilled(generation.key, peer)
         elif isinstance(frame, Refused):
@@ -214,7 +219,7 @@ class Dispatcher:
                 self._handle(generation, WorkerLost(peer))
 
     def _handle(self, generation: Generation, event: Event) -> None:
-        self._apply(generation, generation.lifecycle.handle(event, self._loop.time()))
+        self._apply(generation, generation.lifecycle.handle(event, self._now()))
 
     # ---- actions
 
@@ -224,12 +229,12 @@ class Dispatcher:
                 case Send(peer, frame):
                     self._send(generation, peer, frame)
                 case Emit(token):
-                    self._emit(generation, token, self._loop.time())
+                    self._emit(generation, token, self._now())
                 case NeedAssignment(exclude, reason):
                     self._enqueue(generation, exclude, reason)
                 case Finished(reason):
                     generation.finish = reason
-                    self._metrics.record("pd_serve_request_seconds", self._loop.time() - generation.submitted_at)
+                    self._metrics.record("pd_serve_request_seconds", self._now() - generation.submitted_at)
                     self._close(generation)
                     generation.wake()
                 case GaveUp(error):
@@ -239,7 +244,7 @@ class Dispatcher:
 
     def _send(self, generation: Generation, peer: PeerId, frame: RouterFrame) -> None:
         if isinstance(frame, Prefill):
-            self._book.told(generation.key, peer, self._loop.time())
+            self._book.told(generation.key, peer, self._now())
         sent = self._pool.send(peer, frame)
         if not sent and isinstance(frame, Open | Prefill):
             self._loop.call_soon(self._handle, generation, WorkerLost(peer))
@@ -311,7 +316,7 @@ class Dispatcher:
             self._book.charge(generation.key, prefill, route.decode.peer, num_tokens)
             generation.charged = (route.decode.peer,) if prefill is None else (prefill, route.decode.peer)
             self._metrics.count("pd_serve_routing_decisions_total", route.kind.value, route.reason)
-            actions = lifecycle.handle(Assigned(prefill, route.decode.peer), self._loop.time())
+            actions = lifecycle.handle(Assigned(prefill, route.decode.peer), self._now())
             generation.attempt_id = lifecycle.attempt_id
             if generation.attempt_id is not None:
                 self._by_attempt[generation.attempt_id] = generation
@@ -348,7 +353,7 @@ class Dispatcher:
     def _new(self, token_ids: tuple[int, ...], sampling: SamplingParams, wake: Callable[[], None], wakes_on_token: bool) -> Generation:
         lifecycle = Lifecycle(self._settings.lifecycle, token_ids, sampling, self._new_attempt_id)
         generation = Generation(next(self._keys), len(token_ids), lifecycle, sampling.max_tokens, wake, wakes_on_token)
-        generation.submitted_at = self._loop.time()
+        generation.submitted_at = self._now()
         generation.request_timer = self._loop.call_later(self._settings.request_timeout_s, self._timed_out, generation)
         self._open[generation.key] = generation
         return generation
@@ -390,4 +395,4 @@ class Dispatcher:
         for follower in followers:
             if follower.key in self._open:
                 error = generation.error or NoWorkerError("the first choice of this prompt did not begin")
-                self._apply(follower, (*follower.lifecycle.handle(CancelRequested(), self._loop.time()), GaveUp(error)))
+                self._apply(follower, (*follower.lifecycle.handle(CancelRequested(), self._now()), GaveUp(error)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import secrets
 import signal
 import socket
@@ -19,8 +20,9 @@ from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 
 from pd_serve.addresses import bound_socket, http_address, require_secret_beyond_loopback
+from pd_serve.clock import MonotonicClock
 from pd_serve.config import Config
-from pd_serve.errors import ModelError, NoWorkerError, PdServeError
+from pd_serve.errors import ConfigError, ModelError, NoWorkerError, PdServeError
 from pd_serve.ids import RouterId
 from pd_serve.model_store import resolve_model
 from pd_serve.observe import Metrics, Side, setup_logging
@@ -88,6 +90,8 @@ def serve_router(config: Config) -> int:
     Raises ConfigError before listening beyond loopback without a cluster secret, and ModelError.
     """
     require_secret_beyond_loopback(config.router.host, config.security.cluster_secret)
+    if config.router.processes > 1:
+        raise ConfigError("router.processes above 1 is not supported: run several routers, and name them all in worker.routers")
     observe, secret_values = config.observe, (config.security.cluster_secret, *config.security.api_keys)
     setup_logging(observe.log_level, observe.log_format, "router", secret_values)
     with bound_socket(config.router.host, config.router.port) as listener:
@@ -102,6 +106,7 @@ class _Server:
     def __init__(self, app: FastAPI, config: Config, listener: socket.socket) -> None:
         self._app = app
         self._listener = listener
+        self._drain_deadline_s = config.worker.drain_deadline_s
         self._address = http_address(config.router.host, listener.getsockname()[1])
         self._server = _QuietServer(
             uvicorn.Config(
@@ -113,7 +118,7 @@ class _Server:
                 server_header=False,
                 proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=max(1, round(config.worker.drain_deadline_s)),
+                timeout_graceful_shutdown=math.ceil(config.worker.drain_deadline_s) + 1,
                 backlog=BACKLOG,
             )
         )
@@ -132,8 +137,10 @@ class _Server:
             self._server.force_exit = True
         self._server.should_exit = True
         services: Services | None = getattr(self._app.state, "services", None)
-        if services is not None:
+        if services is not None and not services.is_draining:
             services.is_draining = True
+            error = NoWorkerError("the router is shutting down")
+            asyncio.get_running_loop().call_later(self._drain_deadline_s, services.dispatcher.close, error)
 
 
 class _QuietServer(uvicorn.Server):
@@ -188,5 +195,5 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int) -> Servi
         metrics=metrics,
         admission=Admission(router.max_open_requests, config.security.api_keys, metrics),
         pool=pool,
-        dispatcher=Dispatcher(pool, new_policy(router.policy), settings, metrics),
+        dispatcher=Dispatcher(pool, new_policy(router.policy), settings, metrics, MonotonicClock()),
     )

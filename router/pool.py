@@ -86,6 +86,7 @@ class _Address:
     worker: LinkedWorker | None = None
     link: Link | None = None
     refusal: str = ""
+    last_reason: str = ""
 
 
 class WorkerPool:
@@ -189,7 +190,8 @@ class WorkerPool:
                 reason = await self._one_link(address)
                 now = asyncio.get_running_loop().time()
                 backoff_s = MIN_BACKOFF_S if now - began_at > MAX_BACKOFF_S else min(2 * backoff_s, MAX_BACKOFF_S)
-                logger.log(logging.DEBUG if backoff_s >= MAX_BACKOFF_S else logging.INFO, "no link to %s: %s", address.url, reason)
+                logger.log(logging.DEBUG if reason == address.last_reason else logging.INFO, "no link to %s: %s", address.url, reason)
+                address.last_reason = reason
                 if not address.is_configured and now - max(address.last_registered_at, began_at if address.refusal else 0) > FORGET_AFTER_S:
                     self._addresses.pop(address.url, None)
                     return
@@ -299,7 +301,7 @@ class WorkerPool:
             twin.link.abort(f"{peer} has taken its name")
             self._link_ended(self._addresses.get(twin.address, address), twin.link, f"{peer} has taken its name")
         load = Load(0, frame.info.role, True, _NO_BLOCKS, 0, 0, 0, 0, 0)  # draining: nothing is sent there before its first own Load
-        address.refusal, address.expected, address.link = "", peer, link
+        address.refusal, address.last_reason, address.expected, address.link = "", "", peer, link
         address.worker = self._workers[peer] = LinkedWorker(peer, address.url, link, frame, load, asyncio.get_running_loop().time())
         logger.info("linked to %s (%s) at %s", peer, frame.info.role.value, address.url)
         self._export_workers()

@@ -239,10 +239,14 @@ async def test_emptiness_check_sees_a_planted_leak(tmp_path: Path, monkeypatch: 
     """The historic mistake: the client goes away and nobody is told."""
     monkeypatch.setattr(Dispatcher, "cancel", lambda self, generation: None)
     worker = mock_worker(role=Role.BOTH, script=Script(stall_after=1))
-    with pytest.raises(AssertionError, match="nothing left"):
+
+    async def impatient_client() -> None:
         async with cluster(tmp_path, worker) as c:
             with pytest.raises(httpx.ReadTimeout):
                 await c.http.post("/v1/completions", json=completion_body(), timeout=0.2)
+
+    with pytest.raises(AssertionError, match="nothing left"):
+        await impatient_client()
 
 
 async def test_emptiness_check_sees_a_planted_charge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
