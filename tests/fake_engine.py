@@ -39,8 +39,8 @@ class FakeRunner:
     def __init__(self, layout: KVLayout, buffer: memoryview, gate: threading.Event | None = None) -> None:
         self._layout = layout
         shape = (layout.num_layers, layout.num_blocks, 2, layout.block_size, layout.token_nbytes)
-        self._slots: NDArray[np.uint8] = np.frombuffer(buffer, np.uint8, count=layout.pool_nbytes).reshape(shape)
-        self._gate = gate
+        self.slots: NDArray[np.uint8] = np.frombuffer(buffer, np.uint8, count=layout.pool_nbytes).reshape(shape)
+        self.gate = gate
         self.fail_next = 0
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None) -> StepResult:
@@ -49,8 +49,8 @@ class FakeRunner:
             self.fail_next -= 1
             raise RuntimeError("planted")
         for layer in range(self._layout.num_layers):
-            if self._gate is not None:
-                assert self._gate.wait(10), "the gate was never opened"
+            if self.gate is not None:
+                assert self.gate.wait(10), "the gate was never opened"
             for entry in batch.entries:
                 self._write(entry, layer)
             if on_layer is not None:
@@ -61,13 +61,13 @@ class FakeRunner:
     def _write(self, entry: BatchEntry, layer: int) -> None:
         for position, token in enumerate(entry.token_ids, start=entry.start):
             block, offset = divmod(position, self._layout.block_size)
-            self._slots[layer, entry.block_table[block], :, offset] = _code(token, position, layer)
+            self.slots[layer, entry.block_table[block], :, offset] = _code(token, position, layer)
 
     def _sample(self, entry: BatchEntry) -> int:
         total = 0
         for position in range(entry.start + len(entry.token_ids)):
             block, offset = divmod(position, self._layout.block_size)
-            slot = self._slots[:, entry.block_table[block], :, offset]
+            slot = self.slots[:, entry.block_table[block], :, offset]
             for layer in range(self._layout.num_layers):
                 values = np.unique(slot[layer])
                 total += int(values[0]) if len(values) == 1 else 1_000_003

@@ -313,8 +313,20 @@ def test_prefill_for_an_unknown_holder_is_refused(pair: tuple[Rank, Rank]) -> No
     assert prefill.driver.wait(Failed).reason is FailureReason.PEER_LOST
 
 
-def test_planted_wrong_kv_is_seen(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A transfer that skips a layer must change the tokens: else the comparisons above would prove nothing."""
+def test_planted_wrong_kv_changes_the_tokens(pair: tuple[Rank, Rank]) -> None:
+    """Else the comparisons with expected_tokens would prove nothing: one byte of the received prompt is changed before decode reads it."""
+    prefill, decode = pair
+    gate = threading.Event()
+    decode.runner.gate = gate
+    reserved = open_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    prefill.driver.wait(PrefillDone)
+    assert reserved.target is not None
+    decode.runner.slots[1, reserved.target.blocks[2], 0, 1, 0] ^= 1
+    gate.set()
+    assert [t.token_id for t in tokens_of(decode.driver, AttemptId(1))] != expected_tokens(PROMPT, 6)
+
+
+def test_push_that_skips_a_layer_is_never_reported_complete(pair: tuple[Rank, Rank], monkeypatch: pytest.MonkeyPatch) -> None:
     prefill, decode = pair
     execute = prefill.runner.execute
 
