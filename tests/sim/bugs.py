@@ -18,7 +18,7 @@ from router.lifecycle import Finished, Lifecycle
 from tests.sim.world import Planted
 from workers.decode.machine import DecodeMachine, _Attempt
 from workers.decode.quarantine import Quarantine
-from workers.events import Action, FlushThenNotify, OpenWindow, SendFrame, StopPush
+from workers.events import Action, FlushThenNotify, OpenWindow, PushPlan, SendFrame, StopPush
 from workers.machine import WorkerMachine
 from workers.peers import PeerTable, _Entry
 from workers.prefill.machine import PrefillMachine, _Job
@@ -176,8 +176,8 @@ class PushOn(PrefillMachine):
         return [action for action in super()._stop(job, now) if not isinstance(action, StopPush)]
 
 
-class CompleteOnCancel(PrefillMachine):
-    """A prompt whose last chunks were never computed is completed anyway, with the totals made to fit."""
+class SkipFirstToken(PrefillMachine):
+    """A token that was never computed is taken for cached, with the totals made to fit."""
 
     def start(self, link_id: LinkId, frame: Prefill, holder: PeerInfo | None) -> list[Action]:
         actions = super().start(link_id, frame, holder)
@@ -188,6 +188,18 @@ class CompleteOnCancel(PrefillMachine):
             job.pushed_nbytes += (len(frame.token_ids) - frame.target.num_cached_tokens - owed) * holder.layout.bytes_per_token
             job.sequence.block_table = list(self._pool.allocate(1)) if self._pool.num_allocatable else []
         return actions
+
+
+class WrongSlots(PrefillMachine):
+    """The blocks of a prefix that decode has are left out of the target's indices (F3)."""
+
+    def _plan(self, job: _Job, blocks: tuple[int, ...], start: int, end: int) -> PushPlan | None:
+        right = job.target
+        shift = right.num_cached_tokens // self._pool.block_size
+        job.target = msgspec.structs.replace(right, blocks=right.blocks[shift:] + right.blocks[:shift])
+        plan = super()._plan(job, blocks, start, end)
+        job.target = right
+        return plan
 
 
 class ForgetAbandoned(PrefillMachine):
@@ -257,23 +269,24 @@ class Bug:
 BUGS: dict[str, Bug] = {
     "free_on_abandon": Bug(_spoil("decode._quarantine", FreeOnAbandon), "writes under lease|foreign KV"),
     "free_on_deadline": Bug(_spoil("decode._quarantine", FreeOnDeadline), "writes under lease|foreign KV"),
-    "free_on_loss": Bug(_spoil("decode._quarantine", FreeOnLoss), "writes under lease|foreign KV", near=202),
+    "free_on_loss": Bug(_spoil("decode._quarantine", FreeOnLoss), "writes under lease|foreign KV", near=126),
     "free_source_early": Bug(_spoil("prefill", FreeSourceEarly), "still being read by a transfer|foreign KV"),
     "free_in_flight": Bug(_spoil("scheduler", FreeInFlight), "which was given back|foreign KV"),
-    "accept_any_epoch": Bug(_spoil("leases", AcceptAnyEpoch), "foreign KV|gets|writes under lease", near=25),
+    "accept_any_epoch": Bug(_spoil("leases", AcceptAnyEpoch), "foreign KV|gets|computes|writes under lease", near=19),
     "count_completions": Bug(_spoil("decode", CountCompletions), "foreign KV|gets|computes|writes under lease"),
-    "no_window_before_reserved": Bug(_spoil("decode", NoWindowBeforeReserved), "foreign KV", near=17),
+    "no_window_before_reserved": Bug(_spoil("decode", NoWindowBeforeReserved), "foreign KV", near=116),
     "fail_after_closed": Bug(_spoil("decode", FailAfterClosed), "second terminal frame"),
     "leak_on_cancel": Bug(_spoil("decode", LeakOnCancel), "references differ"),
     "no_lease_deadline": Bug(_spoil("leases", NoLeaseDeadline), "no end after"),
     "ask_once": Bug(_spoil("decode._quarantine", AskOnce), "no end after"),
-    "no_tombstones": Bug(_spoil("prefill._spent", NoTombstones), "writes under lease|foreign KV", near=141),
+    "no_tombstones": Bug(_spoil("prefill._spent", NoTombstones), "writes under lease|foreign KV", near=374),
     "push_on": Bug(_spoil("prefill", PushOn), "writes under lease|foreign KV"),
-    "complete_on_cancel": Bug(_spoil("prefill", CompleteOnCancel), "foreign KV|references differ"),
+    "skip_first_token": Bug(_spoil("prefill", SkipFirstToken), "foreign KV|references differ"),
+    "wrong_slots": Bug(_spoil("prefill", WrongSlots), "writes into blocks|foreign KV"),
     "forget_abandoned": Bug(_spoil("prefill", ForgetAbandoned), "no end after"),
-    "remove_unfenced": Bug(_spoil("peers", RemoveUnfenced), "no end after|deadline that Tick"),
+    "remove_unfenced": Bug(_spoil("peers", RemoveUnfenced), "no end after|deadline that Tick", near=24),
     "finish_twice": Bug(Planted(lifecycle=FinishTwice), "ends twice"),
     "deaf_to_loss": Bug(Planted(lifecycle=DeafToLoss), "no end after"),
     "forget_one_leg": Bug(Planted(lifecycle=ForgetOneLeg), "still held"),
-    "full_budget_after_move": Bug(Planted(lifecycle=FullBudgetAfterMove), "gets|samples|computes|failed although", near=33),
+    "full_budget_after_move": Bug(Planted(lifecycle=FullBudgetAfterMove), "gets|samples|computes|failed although", near=13),
 }
