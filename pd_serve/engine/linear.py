@@ -1,13 +1,20 @@
-"""A linear layer whose result for a row does not depend on how many other rows are computed with it.
+"""Linear layers whose result for a row does not depend on how many other rows are computed with it.
 
-On CPU the weight is repacked once into oneDNN's blocked order, 2 to 3.5 times faster than the plain one (measured on one thread).
-Those operators are private to torch: where they are missing or refuse a type, torch's public linear is used, slower and otherwise equal.
+On CPU the weight is repacked once into oneDNN's blocked order, 2 to 3.5 times faster than the plain one (measured on one thread). Those
+operators are private to torch: where they are missing or refuse a type, and on CUDA, torch's public linear is used. That one is not
+invariant: the promise of bit-identical logits is for packed layers, the promise of identical float32 tokens for all.
 
-Rule: one row alone takes another kernel that sums in another order (a matrix-vector product), so a single row is padded to two. A whole
-step of one token is better given as two rows from the start (step_inputs.py does).
+What oneDNN's kernels do, and the rule that follows (all measured):
+  one row alone    is a matrix-vector product that sums in another order: it is padded to two.
+  AMX, 16 bits     32 rows or fewer sum in one order, more in another, and for wide inputs the count of rows matters again. So decode rows
+                   go through calls of at most 32, prefill rows through calls of 64 rows and of such multiples as a probe at load time
+                   found to agree with 64. As in attention: a row's kernel depends on its phase, not on its company.
+  everything else  two or more rows: one order.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -15,28 +22,77 @@ from torch import Tensor
 
 _PACK_ROWS_HINT = 16
 """Batch size that oneDNN packs for; one packed copy serves every batch size."""
+_DECODE_ROWS = 32
+_PREFILL_ROWS = 64
+_PREFILL_CANDIDATES = (512, 256, 128)
+_PROBE_SEED = 0
 
 
 class Linear:
-    """y = x W^T + b. Takes the weight over: on CPU only the packed copy is kept, which is opaque (no slicing, no saving)."""
+    """y = x W^T + b. Made by LinearFactory."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """`weight` [num_outputs, num_inputs], `bias` [num_outputs]."""
+    def __init__(self, apply: Callable[[Tensor], Tensor], prefill_sizes: tuple[int, ...]) -> None:
+        """`apply` maps [num_rows >= 2, num_inputs]; `prefill_sizes`: counts of rows that prefill may use, descending, empty: any."""
+        self._apply = apply
+        self._prefill_sizes = prefill_sizes
+
+    def __call__(self, x: Tensor, num_decode_rows: int) -> Tensor:
+        """[num_rows, num_inputs] to [num_rows, num_outputs]; the first `num_decode_rows` are decode's, the others prefill's."""
+        num_rows = x.shape[0]
+        is_one_call = not self._prefill_sizes or (num_rows == num_decode_rows and num_rows <= _DECODE_ROWS)
+        if is_one_call:
+            return self._apply(x) if num_rows > 1 else self._apply(x.expand(2, -1).contiguous())[:1]
+        return torch.cat([*self._decode_parts(x[:num_decode_rows]), *self._prefill_parts(x[num_decode_rows:])])
+
+    def _decode_parts(self, x: Tensor) -> Iterator[Tensor]:
+        for part in torch.split(x, _DECODE_ROWS) if x.shape[0] else ():
+            yield self._apply(part) if part.shape[0] > 1 else self._apply(part.expand(2, -1).contiguous())[:1]
+
+    def _prefill_parts(self, x: Tensor) -> Iterator[Tensor]:
+        first, num_rows = 0, x.shape[0]
+        while first < num_rows:
+            size = next((size for size in self._prefill_sizes if size <= num_rows - first), self._prefill_sizes[-1])
+            part = x[first : first + size]
+            missing = size - part.shape[0]
+            yield self._apply(F.pad(part, (0, 0, 0, missing)))[:-missing] if missing else self._apply(part)
+            first += size
+
+
+class LinearFactory:
+    """Packs weights; probes each shape once."""
+
+    def __init__(self) -> None:
+        self._probed: dict[tuple[torch.Size, torch.dtype], tuple[int, ...]] = {}
+
+    def make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """`weight` [num_outputs, num_inputs], `bias` [num_outputs]. On CPU only the packed copy is kept: opaque, no slicing, no saving."""
         packed = _pack(weight) if weight.device.type == "cpu" else None
-        self._is_packed = packed is not None
-        self._weight = weight if packed is None else packed
-        self._bias = bias
+        if packed is None:
+            return Linear(lambda x: F.linear(x, weight, bias), ())
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]."""
-        if x.shape[0] == 1:
-            return self._apply(x.expand(2, -1).contiguous())[:1]
-        return self._apply(x)
+        def apply(x: Tensor) -> Tensor:
+            return _linear_packed(x, packed, bias)
 
-    def _apply(self, x: Tensor) -> Tensor:
-        if self._is_packed:
-            return _linear_packed(x, self._weight, self._bias)
-        return F.linear(x, self._weight, self._bias)
+        return Linear(apply, self._prefill_sizes(apply, weight) if _counts_matter(weight.dtype) else ())
+
+    def _prefill_sizes(self, apply: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[int, ...]:
+        key = (weight.shape, weight.dtype)
+        if key not in self._probed:
+            self._probed[key] = agreeing_sizes(apply, weight.shape[1], weight.dtype)
+        return self._probed[key]
+
+
+def agreeing_sizes(apply: Callable[[Tensor], Tensor], num_inputs: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """Counts of rows, descending and ending with 64, whose calls give each row the very bits that a call of 64 rows gives it."""
+    generator = torch.Generator().manual_seed(_PROBE_SEED)
+    x = torch.randn(_PREFILL_CANDIDATES[0], num_inputs, generator=generator).to(dtype)
+    expected = torch.cat([apply(part) for part in torch.split(x, _PREFILL_ROWS)])
+    agreeing = (size for size in _PREFILL_CANDIDATES if torch.equal(apply(x[:size]), expected[:size]))
+    return (*agreeing, _PREFILL_ROWS)
+
+
+def _counts_matter(dtype: torch.dtype) -> bool:
+    return dtype is not torch.float32 and torch.cpu._is_amx_tile_supported()
 
 
 def _linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

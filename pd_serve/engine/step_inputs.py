@@ -18,6 +18,8 @@ class StepInputs:
     """num_rows = num_tokens, or 2 for a step of one token, which is computed as two equal rows (linear.py says why)."""
 
     num_tokens: int
+    num_decode_rows: int
+    """Rows of decode entries, which come first."""
     token_ids: Tensor
     """[num_rows] int64"""
     positions: Tensor
@@ -54,13 +56,16 @@ def build_step_inputs(entries: Sequence[BatchEntry], block_size: int, device: to
             sampled_rows.append(len(token_ids) - 1)
             sampled_entries.append(index)
     num_tokens = len(token_ids)
+    num_decode_rows = sum(span.phase is Phase.DECODE for span in spans)
     if num_tokens == 1:
+        num_decode_rows *= 2
         token_ids, positions, blocks = token_ids * 2, positions * 2, blocks * 2
     position = np.array(positions, dtype=np.int64)
     key_rows = np.array(blocks, dtype=np.int64) * (2 * block_size) + position % block_size
     kv_rows = np.stack((key_rows, key_rows + block_size), axis=1).reshape(-1)
     return StepInputs(
         num_tokens=num_tokens,
+        num_decode_rows=num_decode_rows,
         token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device, non_blocking=True),
         positions=torch.from_numpy(position).to(device, non_blocking=True),
         kv_rows=torch.from_numpy(kv_rows).to(device, non_blocking=True),

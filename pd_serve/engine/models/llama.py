@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pd_serve.engine.attention.base import AttentionBackend, PlanT
 from pd_serve.engine.kv_cache import KVCache
-from pd_serve.engine.linear import Linear
+from pd_serve.engine.linear import Linear, LinearFactory
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.norm import RMSNorm
 from pd_serve.engine.models.rotary import RotaryTable, rotate_
@@ -47,20 +47,22 @@ class LlamaModel(Generic[PlanT]):
         self._rotary = rotary
         self._attention = attention
         self._embedding = weights.get("model.embed_tokens.weight", (info.vocab_size, info.hidden_size))
-        self._layers = tuple(_load_layer(info, weights, f"model.layers.{index}.") for index in range(info.num_layers))
+        linears = LinearFactory()
+        self._layers = tuple(_load_layer(info, weights, linears, index) for index in range(info.num_layers))
         self._norm = RMSNorm(weights.get("model.norm.weight", (info.hidden_size,)), info.norm_eps)
         head = self._embedding if info.has_tied_embeddings else weights.get("lm_head.weight", (info.vocab_size, info.hidden_size))
-        self._head = Linear(head)
+        self._head = linears.make(head)
 
     def forward(self, inputs: StepInputs, cache: KVCache, plan: PlanT, on_layer: LayerHook | None) -> Tensor:
         """Write the step's keys and values into `cache`; return logits of the sampled rows, [num_sampled, vocab_size], in row order."""
         info = self._info
         num_rows = inputs.token_ids.shape[0]
+        num_decode = inputs.num_decode_rows
         num_rotated = info.num_heads + info.num_kv_heads
         cosine, signed_sine = self._rotary.at(inputs.positions)
         hidden = F.embedding(inputs.token_ids, self._embedding)
         for index, layer in enumerate(self._layers):
-            heads = layer.qkv(layer.input_norm(hidden)).view(num_rows, -1, info.head_dim)
+            heads = layer.qkv(layer.input_norm(hidden), num_decode).view(num_rows, -1, info.head_dim)
             rotated = heads[:, :num_rotated]
             if layer.query_key_norm is not None:
                 rotated.copy_(layer.query_key_norm(rotated))
@@ -71,15 +73,17 @@ class LlamaModel(Generic[PlanT]):
             attended = self._attention.attend(heads[: inputs.num_tokens, : info.num_heads], cache.layer(index), plan)
             if num_rows != inputs.num_tokens:
                 attended = torch.cat((attended, attended))
-            hidden = hidden + layer.output(attended)
-            gate, up = layer.gate_up(layer.mlp_norm(hidden)).chunk(2, dim=-1)
-            hidden = hidden + layer.down(F.silu(gate).mul_(up))
+            hidden = hidden + layer.output(attended, num_decode)
+            gate, up = layer.gate_up(layer.mlp_norm(hidden), num_decode).chunk(2, dim=-1)
+            hidden = hidden + layer.down(F.silu(gate).mul_(up), num_decode)
         if not inputs.sampled_entries:
             return self._embedding.new_empty(0, info.vocab_size)
-        return self._head(self._norm(hidden.index_select(0, inputs.sampled_rows)))
+        sampled = self._norm(hidden.index_select(0, inputs.sampled_rows))
+        return self._head(sampled, sampled.shape[0])
 
 
-def _load_layer(info: ModelInfo, weights: WeightSource, prefix: str) -> _Layer:
+def _load_layer(info: ModelInfo, weights: WeightSource, linears: LinearFactory, index: int) -> _Layer:
+    prefix = f"model.layers.{index}."
     query_size, kv_size = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
     hidden_size, mlp_size = info.hidden_size, info.intermediate_size
 
@@ -88,7 +92,7 @@ def _load_layer(info: ModelInfo, weights: WeightSource, prefix: str) -> _Layer:
         sizes = tuple(zip(names, num_outputs, strict=True))
         weight = torch.cat([weights.get(f"{prefix}{name}.weight", (size, num_inputs)) for name, size in sizes])
         bias = torch.cat([weights.get(f"{prefix}{name}.bias", (size,)) for name, size in sizes]) if has_bias else None
-        return Linear(weight, bias)
+        return linears.make(weight, bias)
 
     def norm(name: str) -> RMSNorm:
         return RMSNorm(weights.get(f"{prefix}{name}.weight", (hidden_size,)), info.norm_eps)

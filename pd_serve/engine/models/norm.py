@@ -15,7 +15,8 @@ from torch import Tensor
 class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last dimension (Zhang and Sennrich, arXiv:1910.07467), computed in float32.
 
-    Written as x / hypot(|x|, sqrt(n eps)) * (sqrt(n) weight), which is the same. A row's result does not depend on the other rows.
+    Written as x / sqrt(|x|^2 + n eps) * (sqrt(n) weight), which is the same. Only exactly rounded functions, so that a row's result is
+    the same in a kernel's vector loop and in its scalar tail: it must not depend on how many rows there are.
     """
 
     def __init__(self, weight: Tensor, eps: float) -> None:
@@ -23,11 +24,12 @@ class RMSNorm:
         size = weight.shape[-1]
         self._dtype = weight.dtype
         self._scaled_weight = weight.float() * math.sqrt(size)
-        self._floor = torch.tensor(math.sqrt(size * eps), dtype=torch.float32, device=weight.device)
+        self._floor = torch.tensor(size * eps, dtype=torch.float32, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, ..., size] in any float type; a new tensor of the weight's dtype."""
         wide = x.float()
-        length = torch.hypot(torch.linalg.vector_norm(wide, 2, -1, True), self._floor)
+        norm = torch.linalg.vector_norm(wide, 2, -1, True)
+        length = torch.addcmul(self._floor, norm, norm).sqrt_()
         unit = wide / length if wide is x else wide.div_(length)
         return unit.mul_(self._scaled_weight).to(self._dtype)
