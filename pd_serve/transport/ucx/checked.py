@@ -89,7 +89,7 @@ class CheckedWriter:
         token = self._awaited.pop(reply.seq, None)
         if token is None:
             return  # of a flush that was aborted
-        detail = f"{reply.num_outside} messages named bytes outside the lease's window" if reply.num_outside else ""
+        detail = f"{reply.num_violations} messages were outside the window of their lease" if reply.num_violations else ""
         self._completions.append(Completion(token, not detail, detail))
 
     def take_completions(self) -> list[Completion]:
@@ -159,21 +159,21 @@ class CheckedWriter:
 class Inbound:
     """The target's side of one session: what has been handled, and which flushes wait for how much."""
 
-    __slots__ = ("_num_handled", "_num_outside", "_stream", "_waiting")
+    __slots__ = ("_num_handled", "_num_violations", "_stream", "_waiting")
 
     def __init__(self) -> None:
         self._stream = 0
         self._num_handled = 0
-        self._num_outside = 0
+        self._num_violations = 0
         self._waiting: list[FlushRequest] = []
 
-    def handled(self, stream: int, is_outside: bool) -> None:
-        """A message landed, or was stale, or named bytes outside its own live window (the writer is wrong, and must hear of it)."""
+    def handled(self, stream: int, is_violation: bool) -> None:
+        """A message landed, or was stale, or broke the window of a live lease (somebody waits for those bytes)."""
         if stream > self._stream:
-            self._stream, self._num_handled, self._num_outside = stream, 0, 0
+            self._stream, self._num_handled, self._num_violations = stream, 0, 0
         if stream == self._stream:
             self._num_handled += 1
-            self._num_outside += is_outside
+            self._num_violations += is_violation
 
     def on_flush(self, request: FlushRequest) -> None:
         self._waiting.append(request)
@@ -187,8 +187,8 @@ class Inbound:
         self._waiting = waiting
         answers = []
         for request in ready:
-            answers.append(FlushReply(request.seq, self._num_outside))
-            self._num_outside = 0
+            answers.append(FlushReply(request.seq, self._num_violations))
+            self._num_violations = 0
         return answers
 
     def _is_answered(self, request: FlushRequest) -> bool:

@@ -7,23 +7,15 @@ owner, who handles them after progress has returned; nothing here calls UCX or r
 from __future__ import annotations
 
 from collections import deque
-from enum import Enum
 
 from pd_serve.errors import ProtocolError
 from pd_serve.transport.ucx.messages import PROBE_LEASE, TOKEN_NBYTES, DataHeader, decode_data_header
 from pd_serve.transport.ucx.peer import Node, Peer, Phase
 from pd_serve.transport.ucx.seam import Channel
+from pd_serve.transport.windows import Verdict
 
 MAX_KEPT = 4096
 """Join messages kept between two calls of progress; a flood beyond is dropped (hellos are repeated)."""
-
-
-class Verdict(Enum):
-    """What became of a data message."""
-
-    LANDED = "landed"
-    STALE = "stale"
-    OUTSIDE = "outside"
 
 
 class Inbox:
@@ -63,29 +55,25 @@ class Inbox:
             return
         peer = session[0]
         verdict = self._land(peer, data, address)
-        if verdict is not Verdict.LANDED:
+        if verdict is not Verdict.ALLOWED:
             node.counters.refused_writes += 1
-        peer.inbound.handled(data.stream, is_outside=verdict is Verdict.OUTSIDE)
+        peer.inbound.handled(data.stream, is_violation=verdict is Verdict.VIOLATION)
 
     def _land(self, peer: Peer, data: DataHeader, address: int) -> Verdict:
-        """Check all of the message, then copy all of it. Unless it LANDED, nothing was copied."""
+        """Check all of the message, then copy all of it. Unless it is ALLOWED, nothing was copied."""
         pool = self._node.pool
-        pieces = data.pieces
+        offsets, lengths = data.pieces[:, 0], data.pieces[:, 1]
         if data.lease_id == PROBE_LEASE:
-            if max(offset + size for offset, size in zip(pieces[0::2], pieces[1::2], strict=True)) > pool.scratch_nbytes:
-                return Verdict.OUTSIDE
-            base = pool.scratch_address
-            copy = pool.scratch_copier.copy
+            # Lengths are those of bytes that are here; an offset is whatever the header says, so it is never added to.
+            if bool(((offsets < 0) | (offsets > pool.scratch_nbytes - lengths)).any()):
+                return Verdict.VIOLATION
+            base, copy = pool.scratch_address, pool.scratch_copier.copy
         else:
-            window = self._node.windows.find(peer.id, data.lease_id, data.epoch)
-            if window is None:
-                return Verdict.STALE
-            for index in range(0, len(pieces), 2):
-                if not window.contains(pieces[index], pieces[index + 1]):
-                    return Verdict.OUTSIDE
-            base = pool.region.address
-            copy = pool.copier.copy
-        for index in range(0, len(pieces), 2):
-            copy(base + pieces[index], address, pieces[index + 1])
-            address += pieces[index + 1]
-        return Verdict.LANDED
+            verdict = self._node.windows.check(peer.id, data.lease_id, data.epoch, offsets, lengths)
+            if verdict is not Verdict.ALLOWED:
+                return verdict
+            base, copy = pool.region.address, pool.copier.copy
+        for offset, nbytes in data.pieces.tolist():
+            copy(base + offset, address, nbytes)
+            address += nbytes
+        return Verdict.ALLOWED

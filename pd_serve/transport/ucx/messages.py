@@ -15,6 +15,8 @@ import struct
 from collections.abc import Sequence
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from pd_serve.errors import ProtocolError
 from pd_serve.ids import Epoch, LeaseId, PeerId
@@ -115,8 +117,8 @@ class FlushRequest(Message, frozen=True, tag="flush"):
 
 class FlushReply(Message, frozen=True, tag="flushed"):
     seq: int
-    num_outside: int
-    """Data messages since the last reply that named bytes outside their own live window."""
+    num_violations: int
+    """Data messages since the last reply that broke the window of a live lease."""
 
 
 class Record(Message, frozen=True, tag="record"):
@@ -170,8 +172,8 @@ class DataHeader(msgspec.Struct, frozen=True, gc=False):
     epoch: Epoch
     stream: int
     """Number of the endpoint in this session, from 1: a renewed endpoint starts the count of messages anew."""
-    pieces: Sequence[int]
-    """offset, length, offset, length, ... in the receiver's pool."""
+    pieces: NDArray[np.int64]
+    """[n, 2]: offset and length in the receiver's pool. What does not fit into 63 bits reads as negative."""
 
 
 def encode_data_header(token: bytes, lease_id: LeaseId, epoch: Epoch, stream: int, pieces: Sequence[int]) -> bytes:
@@ -186,7 +188,8 @@ def decode_data_header(header: bytes, payload_nbytes: int) -> DataHeader:
     token, lease_id, epoch, stream, num_pieces = _DATA.unpack_from(header)
     if not 1 <= num_pieces <= MAX_PIECES or len(header) != _DATA.size + 16 * num_pieces:
         raise ProtocolError(f"data header of {len(header)} bytes for {num_pieces} pieces")
-    pieces = struct.unpack_from(f"<{2 * num_pieces}Q", header, _DATA.size)
-    if sum(pieces[1::2]) != payload_nbytes:
-        raise ProtocolError(f"payload of {payload_nbytes} bytes for pieces of {sum(pieces[1::2])}")
+    pieces = np.frombuffer(header, np.int64, 2 * num_pieces, _DATA.size).reshape(num_pieces, 2)
+    lengths = pieces[:, 1].tolist()
+    if min(lengths) < 0 or sum(lengths) != payload_nbytes:
+        raise ProtocolError(f"payload of {payload_nbytes} bytes for pieces of {lengths}")
     return DataHeader(token, LeaseId(lease_id), Epoch(epoch), stream, pieces)

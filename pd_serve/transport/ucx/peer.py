@@ -19,8 +19,8 @@ from pd_serve.transport.ucx.pool import Pool
 from pd_serve.transport.ucx.ports import Port, Ports
 from pd_serve.transport.ucx.process import ProcessIdentity
 from pd_serve.transport.ucx.seam import IN_PROGRESS, Binding, Channel, Endpoint, Request
-from pd_serve.transport.ucx.windows import WindowTable
 from pd_serve.transport.ucx.writer import Writer
+from pd_serve.transport.windows import WindowTable
 from pd_serve.wire import Codec
 
 MAX_UNSENT_CONTROL = 4096

@@ -19,9 +19,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pd_serve.clock import Clock, MonotonicClock
 from pd_serve.errors import OutOfBoundsError, TransportError
 from pd_serve.ids import LeaseId, PeerId
@@ -48,6 +45,7 @@ from pd_serve.transport.ucx.process import current_process
 from pd_serve.transport.ucx.seam import Binding
 from pd_serve.transport.ucx.sessions import SILENCE_LIMIT_S, Sessions
 from pd_serve.transport.ucx.writer import Pieces
+from pd_serve.transport.windows import check_bounds
 
 PROGRESS_ROUNDS = 64
 SPIN_S = 200e-6
@@ -55,6 +53,8 @@ STALL_POLL_S = (0.001, 0.004)
 """First and longest pause between looks at a send that waits for a stopped peer."""
 WATCH_INTERVAL_S = 0.001
 CLOSE_S = 0.5
+UNKNOWN_NBYTES = 1 << 62
+"""Of a pool of a peer that is not joined: nothing is sent to it, only the local side of a write can be wrong."""
 
 logger = logging.getLogger(__name__)
 
@@ -120,28 +120,28 @@ class UcxTransport:
     # ---- writing
 
     def open_window(self, window: WriteWindow) -> None:
-        """Raises OutOfBoundsError when the ranges are not sorted, disjoint and inside the pool."""
-        self._node.windows.open(window, self._node.pool.region.nbytes)
+        """Raises OutOfBoundsError when the ranges are not inside the pool."""
+        nbytes = self._node.pool.region.nbytes
+        if len(window.starts) and (int(window.starts[0]) < 0 or int(window.ends[-1]) > nbytes):
+            raise OutOfBoundsError(f"window [{window.starts[0]}, {window.ends[-1]}) of a pool of {nbytes} bytes")
+        self._node.windows.open(window)
 
     def close_window(self, lease_id: LeaseId) -> bool:
-        writer = self._node.windows.close(lease_id)
-        return writer is not None and not self._node.fences.can_write(writer)
+        window = self._node.windows.close(lease_id)
+        return window is not None and not self._node.fences.can_write(window.writer)
 
     def write(self, batch: WriteBatch) -> None:
-        ops = np.asarray(batch.ops, np.int64)
-        if ops.ndim != 2 or ops.shape[1] != 3:
-            raise OutOfBoundsError(f"ops of shape {ops.shape}, not [n, 3]")
-        if not len(ops):
-            return
         node = self._node
         peer = node.peers.get(batch.peer)
         is_joined = peer is not None and peer.phase is Phase.JOINED
         answer = peer.handshake.answer if peer is not None else None
-        _check_bounds(ops, node.pool.region.nbytes, answer.pool.nbytes if is_joined and answer is not None else None)
+        local_nbytes = node.pool.region.nbytes
+        if check_bounds(batch.ops, local_nbytes, answer.pool.nbytes if is_joined and answer is not None else UNKNOWN_NBYTES) == 0:
+            return
         if peer is None or peer.writer is None or not is_joined:
             self._sessions.drop_write(batch.peer)
             return
-        local, remote, sizes = ops.T.tolist()
+        local, remote, sizes = batch.ops.T.tolist()
         peer.is_dirty = True
         peer.writer.write(Pieces(batch.lease_id, batch.epoch, local, remote, sizes))
         self._sessions.pump(peer)
@@ -316,13 +316,3 @@ class UcxTransport:
                 break  # the sink removed a peer or closed the transport
             self._sink(events.popleft())
         return count > 0
-
-
-def _check_bounds(ops: NDArray[np.int64], local_nbytes: int, remote_nbytes: int | None) -> None:
-    """Raises OutOfBoundsError; `remote_nbytes` is None while the peer's pool is not known (then nothing is sent either)."""
-    sizes = ops[:, 2]
-    if (sizes <= 0).any():
-        raise OutOfBoundsError("a write of no bytes")
-    for name, offsets, nbytes in (("local", ops[:, 0], local_nbytes), ("remote", ops[:, 1], remote_nbytes)):
-        if nbytes is not None and ((offsets < 0) | (sizes > nbytes) | (offsets > nbytes - sizes)).any():
-            raise OutOfBoundsError(f"a write outside the {name} pool of {nbytes} bytes")
