@@ -11,7 +11,7 @@ import logging
 import sys
 import time
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -137,34 +137,31 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry, side: Side | None = None) -> None:
         self.registry = registry
         self._metrics: dict[str, Counter | Gauge | Histogram] = {}
-        self._children: dict[tuple[str, ...], Counter | Gauge | Histogram] = {}
+        self._recorders: dict[tuple[str, ...], Callable[[float], None]] = {}
         for spec in METRICS:
             if side is not None and side not in spec.sides:
                 continue
             metric = _create(spec, registry)
             self._metrics[spec.name] = metric
             if not spec.labels:
-                self._children[(spec.name,)] = metric
+                self._recorders[(spec.name,)] = _recorder(metric)
 
     def record(self, name: str, value: float, *labels: str) -> None:
         """Increment a counter by value, set a gauge to it, or observe it in a histogram. An empty label counts as absent."""
-        child = self._child(name, labels)
-        if isinstance(child, Histogram):
-            child.observe(value)
-        elif isinstance(child, Gauge):
-            child.set(value)
-        else:
-            child.inc(value)
+        recorder = self._recorders.get((name, *labels))
+        if recorder is None:
+            recorder = self._new_recorder(name, labels)
+        recorder(value)
 
     def count(self, name: str, *labels: str) -> None:
         self.record(name, 1.0, *labels)
 
     def histogram(self, name: str) -> Histogram:
         """A histogram itself, for hot paths."""
-        child = self._child(name, ())
-        if not isinstance(child, Histogram):
-            raise UnknownMetricError(f"{name} is not a histogram")
-        return child
+        metric = self._metrics.get(name)
+        if not isinstance(metric, Histogram):
+            raise UnknownMetricError(f"no histogram {name!r}")
+        return metric
 
     def clear(self, name: str) -> None:
         """Forget every labelled child of a gauge, before it is set anew."""
@@ -172,25 +169,30 @@ class Metrics:
         if not isinstance(metric, Gauge):
             raise UnknownMetricError(f"no gauge {name!r}")
         metric.clear()
-        self._children = {key: child for key, child in self._children.items() if key[0] != name or len(key) == 1}
+        self._recorders = {key: recorder for key, recorder in self._recorders.items() if key[0] != name or len(key) == 1}
 
-    def _child(self, name: str, labels: tuple[str, ...]) -> Counter | Gauge | Histogram:
-        if labels == ("",):
-            labels = ()
-        key = (name, *labels)
-        child = self._children.get(key)
-        if child is None:
-            metric = self._metrics.get(name)
-            if metric is None:
-                raise UnknownMetricError(f"unknown metric {name!r}")
-            if isinstance(metric, Histogram):
-                raise UnknownMetricError(f"{name} has no labels")
-            try:
-                child = metric.labels(*labels)
-            except ValueError as error:
-                raise UnknownMetricError(f"{name}: {error}") from error
-            self._children[key] = child
-        return child
+    def _new_recorder(self, name: str, labels: tuple[str, ...]) -> Callable[[float], None]:
+        if labels == ("",) and (name,) in self._recorders:
+            return self._recorders[(name,)]
+        metric = self._metrics.get(name)
+        if metric is None:
+            raise UnknownMetricError(f"unknown metric {name!r}")
+        if isinstance(metric, Histogram):
+            raise UnknownMetricError(f"{name} has no labels")
+        try:
+            recorder = _recorder(metric.labels(*labels))
+        except ValueError as error:
+            raise UnknownMetricError(f"{name}: {error}") from error
+        self._recorders[(name, *labels)] = recorder
+        return recorder
+
+
+def _recorder(metric: Counter | Gauge | Histogram) -> Callable[[float], None]:
+    if isinstance(metric, Histogram):
+        return metric.observe
+    if isinstance(metric, Gauge):
+        return metric.set
+    return metric.inc
 
 
 def _create(spec: MetricSpec, registry: CollectorRegistry) -> Counter | Gauge | Histogram:
