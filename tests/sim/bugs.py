@@ -48,7 +48,8 @@ class FreeOnAbandon(Quarantine):
 
     def abandon(self, lease_id: LeaseId, now: float) -> list[Action]:
         actions = super().abandon(lease_id, now)
-        self._release(lease_id)
+        self._leases.writer_let_go(lease_id)
+        self._ask_again_at.pop(lease_id, None)
         return actions
 
 
@@ -118,6 +119,23 @@ class NoWindowBeforeReserved(DecodeMachine):
 
     def on_window_opened(self, lease_id: LeaseId) -> list[Action]:
         return []
+
+
+class OpenWindowOnQuietLease(Quarantine):
+    """Blocks of an abandoned lease are reissued on Quiesced while its window is still open."""
+
+    def _release(self, lease_id: LeaseId) -> None:
+        self._leases.quarantine(lease_id)
+        super()._release(lease_id)
+
+
+class OpenWindowOnFreeBlocks(DecodeMachine):
+    """Blocks of a filled lease are reissued while its window is still open."""
+
+    def _filled(self, attempt: _Attempt, lease: HeldLease, notice: Completed) -> list[Action]:
+        actions = super()._filled(attempt, lease, notice)
+        self._pool.release(self._closing.pop(lease.lease_id))
+        return actions
 
 
 class FailAfterClosed(DecodeMachine):
@@ -268,23 +286,25 @@ class Bug:
 
 BUGS: dict[str, Bug] = {
     "free_on_abandon": Bug(_spoil("decode._quarantine", FreeOnAbandon), "writes under lease|foreign KV"),
-    "free_on_deadline": Bug(_spoil("decode._quarantine", FreeOnDeadline), "writes under lease|foreign KV"),
-    "free_on_loss": Bug(_spoil("decode._quarantine", FreeOnLoss), "writes under lease|foreign KV", near=126),
+    "free_on_deadline": Bug(_spoil("decode._quarantine", FreeOnDeadline), "writes under lease|foreign KV", near=14),
+    "free_on_loss": Bug(_spoil("decode._quarantine", FreeOnLoss), "writes under lease|foreign KV", near=168),
     "free_source_early": Bug(_spoil("prefill", FreeSourceEarly), "still being read by a transfer|foreign KV"),
     "free_in_flight": Bug(_spoil("scheduler", FreeInFlight), "which was given back|foreign KV"),
-    "accept_any_epoch": Bug(_spoil("leases", AcceptAnyEpoch), "foreign KV|gets|computes|writes under lease", near=19),
+    "accept_any_epoch": Bug(_spoil("leases", AcceptAnyEpoch), "foreign KV|gets|computes|writes under lease", near=16),
     "count_completions": Bug(_spoil("decode", CountCompletions), "foreign KV|gets|computes|writes under lease"),
-    "no_window_before_reserved": Bug(_spoil("decode", NoWindowBeforeReserved), "foreign KV", near=116),
+    "no_window_before_reserved": Bug(_spoil("decode", NoWindowBeforeReserved), "foreign KV", near=117),
+    "open_window_on_free_blocks": Bug(_spoil("decode", OpenWindowOnFreeBlocks), "writes under lease|foreign KV", near=191),
+    "open_window_on_quiet_lease": Bug(_spoil("decode._quarantine", OpenWindowOnQuietLease), "writes under lease|foreign KV", near=145),
     "fail_after_closed": Bug(_spoil("decode", FailAfterClosed), "second terminal frame"),
     "leak_on_cancel": Bug(_spoil("decode", LeakOnCancel), "references differ"),
-    "no_lease_deadline": Bug(_spoil("leases", NoLeaseDeadline), "no end after"),
+    "no_lease_deadline": Bug(_spoil("leases", NoLeaseDeadline), "no end after", near=17),
     "ask_once": Bug(_spoil("decode._quarantine", AskOnce), "no end after"),
-    "no_tombstones": Bug(_spoil("prefill._spent", NoTombstones), "writes under lease|foreign KV", near=374),
-    "push_on": Bug(_spoil("prefill", PushOn), "writes under lease|foreign KV"),
+    "no_tombstones": Bug(_spoil("prefill._spent", NoTombstones), "writes under lease|foreign KV", near=310),
+    "push_on": Bug(_spoil("prefill", PushOn), "given back|writes under lease|foreign KV"),
     "skip_first_token": Bug(_spoil("prefill", SkipFirstToken), "foreign KV|references differ"),
     "wrong_slots": Bug(_spoil("prefill", WrongSlots), "writes into blocks|foreign KV"),
     "forget_abandoned": Bug(_spoil("prefill", ForgetAbandoned), "no end after"),
-    "remove_unfenced": Bug(_spoil("peers", RemoveUnfenced), "no end after|deadline that Tick", near=24),
+    "remove_unfenced": Bug(_spoil("peers", RemoveUnfenced), "no end after|deadline that Tick", near=12),
     "finish_twice": Bug(Planted(lifecycle=FinishTwice), "ends twice"),
     "deaf_to_loss": Bug(Planted(lifecycle=DeafToLoss), "no end after"),
     "forget_one_leg": Bug(Planted(lifecycle=ForgetOneLeg), "still held"),

@@ -39,13 +39,17 @@ def check_machine(machine: WorkerMachine) -> None:
         holders.update(lease.blocks if lease.state is LeaseState.GRANTED else lease.writable_blocks)
         exclusive.update(lease.writable_blocks)
     holders.update(machine.scheduler._deferred)
+    closing: Counter[int] = Counter()
+    for blocks in machine.decode._closing.values():
+        closing.update(blocks)
+    holders.update(closing)
     refs = pool._refs
     if refs != dict(holders):
         wrong = {
             block: (refs.get(block, 0), holders.get(block, 0)) for block in refs | dict(holders) if refs.get(block) != holders.get(block)
         }
         raise ViolationError(f"blocks whose references differ from their holders, block: (references, holders): {wrong}")
-    shared = [block for block in exclusive if refs[block] != 1]
+    shared = [block for block in exclusive if refs[block] - closing[block] != 1]
     if shared:
         raise ViolationError(f"blocks {shared} may be written by one holder and have several")
     for attempt in machine.decode._attempts.values():
@@ -53,14 +57,19 @@ def check_machine(machine: WorkerMachine) -> None:
             raise ViolationError(f"attempt {attempt.sequence.attempt_id} waits under lease {attempt.lease_id}, which is over")
 
 
-def check_write(name: str, machine: WorkerMachine, writer: PeerId, write: Write) -> None:
-    """A remote write lands: it must be inside the writable tokens of a lease that this writer holds and has not let go of."""
+def check_write(name: str, machine: WorkerMachine, writer: PeerId, write: Write, data: bytes, memory: bytes) -> None:
+    """A remote write lands: inside the writable blocks of a live lease of its writer, or a second time and harmless.
+
+    `memory`: what the target held before.
+    """
     lease = machine.leases.get(write.lease_id)
-    if lease is None or lease.writer != writer or lease.epoch != write.epoch:
-        raise ViolationError(f"{name}: {writer} writes under lease {write.lease_id}, which is over or not its own")
     layout = machine._settings.layout
     first = write.target % layout.layer_nbytes // layout.block_nbytes
     last = (write.target + write.nbytes - 1) % layout.layer_nbytes // layout.block_nbytes
+    if lease is None and data == memory and set(range(first, last + 1)) <= set(machine.decode._closing.get(write.lease_id, ())):
+        return
+    if lease is None or lease.writer != writer or lease.epoch != write.epoch:
+        raise ViolationError(f"{name}: {writer} writes under lease {write.lease_id}, which is over or not its own")
     foreign = [block for block in range(first, last + 1) if block not in lease.writable_blocks]
     if foreign:
         raise ViolationError(f"{name}: {writer} writes into blocks {foreign}, lease {write.lease_id} has {lease.writable_blocks}")

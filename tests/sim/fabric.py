@@ -75,6 +75,8 @@ class FabricFaults:
     notice_duplicate: float = 0.0
     notice_forgery: float = 0.0
     """Chance that a record is followed by one that names another live lease of the same writer under the wrong epoch."""
+    write_duplicate: float = 0.0
+    """Chance that a checked write comes again, later."""
     spike: tuple[float, float] = (0.0, 0.0)
 
 
@@ -244,6 +246,8 @@ class Fabric:
             elif connection.is_alive:
                 assert target.incoming is not None
                 target.incoming.send(self._admission(mine, target, write, mine.num_issued))
+                if self.loop.rng.random() < self.faults.write_duplicate:
+                    self.loop.after(self.loop.rng.uniform(0.0005, 0.01), self._repetition(mine, target, write))
 
     def _landing(self, mine: Side, target: Side, write: Write, number: int) -> Callable[[], None]:
         """A one-sided write reaches the target's memory, or nothing if it was revoked or the target's memory is gone."""
@@ -266,6 +270,13 @@ class Fabric:
                 self.loop.after(self.loop.rng.uniform(0.00005, 0.0005), lambda: self._landed(mine, number))
 
         return admit
+
+    def _repetition(self, mine: Side, target: Side, write: Write) -> Callable[[], None]:
+        def admit() -> None:
+            if not target.is_lost:
+                target.node.admit_checked(mine.node.peer, write, write.snapshot)
+
+        return lambda: target.node.call(admit)
 
     def _landed(self, mine: Side, number: int) -> None:
         mine.in_flight.discard(number)

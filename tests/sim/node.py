@@ -204,8 +204,9 @@ class Node(Process):
     # ---- memory written by others
 
     def memory_written(self, writer: PeerId, write: Write, data: bytes) -> None:
-        check_write(self.name, self.machine, writer, write)
-        self.memory.view(np.uint8)[write.target : write.target + write.nbytes] = np.frombuffer(data, dtype=np.uint8)
+        memory = self.memory.view(np.uint8)[write.target : write.target + write.nbytes]
+        check_write(self.name, self.machine, writer, write, data, memory.tobytes())
+        memory[:] = np.frombuffer(data, dtype=np.uint8)
 
     def admit_checked(self, writer: PeerId, write: Write, data: bytes) -> None:
         window = self.windows.get(write.lease_id)

@@ -82,7 +82,7 @@ def draw_scenario(rng: Random) -> Scenario:
         engine_faults=0.0 if is_calm or rng.random() < 0.6 else 0.03,
         fabric=FabricFaults()
         if is_calm
-        else FabricFaults(rng.choice((0.0, 0.02, 0.2)), rng.choice((0.0, 0.1)), rng.choice((0.0, 0.3)), spike),
+        else FabricFaults(rng.choice((0.0, 0.02, 0.2)), rng.choice((0.0, 0.1)), rng.choice((0.0, 0.3)), rng.choice((0.0, 0.3)), spike),
         lanes=rng.choice(((Lane.CHECKED,), (Lane.SHM,), (Lane.RDMA,), (Lane.CHECKED, Lane.SHM, Lane.RDMA))),
         spike=(0.0, 0.0) if is_calm else spike,
     )

@@ -9,7 +9,8 @@ The life of a request here:
                        -> a token per step ... the last one with its finish reason: blocks go back, over
 
 Cancel, a lost link, the lease's deadline, a lost writer, preemption, an engine fault or a drain end an attempt early. If its KV is still in
-flight, the client is answered at once, but the leased blocks stay away from the pool until the writer has let go too (quarantine.py).
+flight, the client is answered at once, but the leased blocks stay away from the pool until the writer has let go too (quarantine.py). Those
+of a filled lease can be had again once its window is closed, so that a write that comes twice finds no new owner.
 What must stay true: one terminal frame per attempt (Refused, Failed, a Step entry with a finish, or the Closed that answers Cancel).
 """
 
@@ -44,6 +45,9 @@ from workers.decode.quarantine import Quarantine
 from workers.events import Action, CloseWindow, Observe, OpenWindow, SendFrame
 from workers.settings import MachineSettings
 
+_LONGEST_TIMEOUT_S = 1e6
+"""Above it, or not a number: the router is broken."""
+
 
 @dataclass(slots=True)
 class _Attempt:
@@ -51,6 +55,8 @@ class _Attempt:
     sequence: Sequence
     lease_id: LeaseId | None = None
     """While the KV is in flight."""
+    handed_over_at: float | None = None
+    """From the record's arrival to the first decode step: when prefill's compute ended, on this clock, the record's flight left out."""
 
 
 class DecodeMachine:
@@ -61,6 +67,8 @@ class DecodeMachine:
         self._leases = leases
         self._quarantine = Quarantine(settings, leases)
         self._attempts: dict[AttemptId, _Attempt] = {}
+        self._closing: dict[LeaseId, tuple[int, ...]] = {}
+        """Written blocks of filled leases whose window may still let a late copy of a write in: one more reference to each."""
 
     # ---- what is known
 
@@ -72,7 +80,7 @@ class DecodeMachine:
 
     @property
     def is_idle(self) -> bool:
-        return not self._attempts and not len(self._leases)
+        return not self._attempts and not len(self._leases) and not self._closing
 
     def is_busy_with(self, peer: PeerId) -> bool:
         """The peer may still write under a lease."""
@@ -135,7 +143,7 @@ class DecodeMachine:
             return self._fail(attempt, FailureReason.TRANSFER, f"bad completion from {peer}: {problem}", now)
         if not self._quarantine.contributor_done(lease, notice.contributor):
             return []
-        return self._filled(attempt, lease, notice)
+        return self._filled(attempt, lease, notice, now)
 
     def on_quiesced(self, peer: PeerId, notice: Quiesced, now: float) -> list[Action]:
         lease = self._live_lease(peer, notice)
@@ -146,16 +154,20 @@ class DecodeMachine:
         self._quarantine.contributor_done(lease, notice.contributor)
         return self._fail(self._attempts[lease.attempt_id], FailureReason.TRANSFER, f"{peer} stopped before all KV was written", now)
 
-    def on_updates(self, updates: Iterable[SequenceUpdate]) -> list[Action]:
-        """What a step computed: all tokens for one router in one frame."""
+    def on_updates(self, updates: Iterable[SequenceUpdate], started_at: float) -> list[Action]:
+        """What a step, begun at `started_at`, computed: all tokens for one router in one frame."""
         outputs: dict[LinkId, list[TokenOutput]] = {}
+        handovers: list[Action] = []
         for update in updates:
             attempt = self._attempts[update.attempt_id]
             if update.token is not None:
                 outputs.setdefault(attempt.link_id, []).append(update.token)
+            if attempt.handed_over_at is not None:
+                handovers.append(Observe(Sample("pd_serve_handover_seconds", max(0.0, started_at - attempt.handed_over_at))))
+                attempt.handed_over_at = None
             if update.has_left:
                 self._end(attempt)
-        return [SendFrame(link_id, Step(tuple(tokens))) for link_id, tokens in outputs.items()]
+        return [SendFrame(link_id, Step(tuple(tokens))) for link_id, tokens in outputs.items()] + handovers
 
     # ---- ends before the end
 
@@ -172,6 +184,7 @@ class DecodeMachine:
         return actions
 
     def on_window_closed(self, lease_id: LeaseId, fenced: bool) -> None:
+        self._pool.release(self._closing.pop(lease_id, ()))
         self._quarantine.on_window_closed(lease_id, fenced)
 
     def on_peer_lost(self, peer: PeerId, detail: str, fenced: bool, now: float) -> list[Action]:
@@ -212,7 +225,7 @@ class DecodeMachine:
     def _refusal(self, frame: Open, is_joined: bool) -> tuple[RefusalReason, str] | None:
         settings = self._settings
         num_tokens, sampling = len(frame.token_ids), frame.sampling
-        if not 0 <= frame.num_output_tokens < num_tokens or sampling.max_tokens < 1 or frame.timeout_s <= 0:
+        if not 0 <= frame.num_output_tokens < num_tokens or sampling.max_tokens < 1 or not 0 < frame.timeout_s <= _LONGEST_TIMEOUT_S:
             return RefusalReason.INVALID, "malformed request"
         if num_tokens + sampling.max_tokens > settings.max_model_len:
             return RefusalReason.TOO_LONG, f"{num_tokens} + {sampling.max_tokens} tokens exceed {settings.max_model_len}"
@@ -284,14 +297,20 @@ class DecodeMachine:
             return f"{notice.nbytes} bytes, {owed} expected"
         if not 0 <= notice.first_token < self._settings.vocab_size or not 0 <= notice.num_cached_tokens < num_tokens:
             return "first token or cached tokens out of range"
+        digest = self._settings.kv_digest
+        if digest is not None and digest(lease.blocks, lease.num_cached_blocks * layout.block_size, num_tokens) != notice.digest:
+            return "the KV that arrived is not the KV that was sent"
         return ""
 
-    def _filled(self, attempt: _Attempt, lease: HeldLease, notice: Completed) -> list[Action]:
+    def _filled(self, attempt: _Attempt, lease: HeldLease, notice: Completed, now: float) -> list[Action]:
         sequence = attempt.sequence
         sequence.block_table = list(self._leases.fill(lease.lease_id))
         sequence.num_computed_tokens = notice.num_tokens
+        self._closing[lease.lease_id] = lease.writable_blocks
+        self._pool.retain(lease.writable_blocks)
         self._quarantine.forget(lease.lease_id)
         attempt.lease_id = None
+        attempt.handed_over_at = now - notice.compute_to_notice_s
         finish = sequence.append(notice.first_token, self._scheduler.rules)
         token = TokenOutput(sequence.attempt_id, notice.first_token, finish, notice.logprobs, notice.num_cached_tokens)
         if finish is None:
@@ -302,7 +321,6 @@ class DecodeMachine:
         return [
             CloseWindow(lease.lease_id),
             SendFrame(attempt.link_id, Step((token,))),
-            Observe(Sample("pd_serve_handover_seconds", notice.compute_to_notice_s)),
         ]
 
     def _fail(self, attempt: _Attempt, reason: FailureReason, detail: str, now: float) -> list[Action]:

@@ -1,7 +1,7 @@
 """Getting abandoned leases back: asks their writers to let go, again and again, and fences those that stay silent. Pure.
 
 Owned by the decode machine. A lease gets here when its request has let go while its writer may still write. It ends, and its blocks go
-back, by the first of: the window closed on a lane where that is a fence; Quiesced or Completed from every contributor; the writer's death.
+back, once its window is closed and, where that is no fence, Quiesced or Completed has come from every contributor or the writer is dead.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ class Quarantine:
         """Of every abandoned lease whose writer can still be reached."""
         self._let_go: dict[LeaseId, set[int]] = {}
         """Contributors of a lease that will write no more."""
+        self._silent: set[LeaseId] = set()
+        """Abandoned leases whose writer has let go before their window was closed."""
         self._fence_again_at: dict[PeerId, float] = {}
 
     def contributor_done(self, lease: HeldLease, contributor: int) -> bool:
@@ -51,10 +53,9 @@ class Quarantine:
         return [*actions, SendNotice(lease.writer, Abandon(lease_id, lease.epoch))]
 
     def on_window_closed(self, lease_id: LeaseId, fenced: bool) -> None:
-        if fenced:
+        self._leases.quarantine(lease_id)
+        if fenced or lease_id in self._silent:
             self._release(lease_id)
-        else:
-            self._leases.quarantine(lease_id)
 
     def on_notice(self, peer: PeerId, notice: Completed | Quiesced) -> bool:
         """A record of an abandoned lease: the contributor has let go. False: the record is stale."""
@@ -98,7 +99,8 @@ class Quarantine:
     # ---- inside
 
     def _abandoned(self) -> list[HeldLease]:
-        return [lease for lease in self._leases if lease.state is not LeaseState.GRANTED]
+        """Leases whose writer has not let go."""
+        return [lease for lease in self._leases if lease.state is not LeaseState.GRANTED and lease.lease_id not in self._silent]
 
     def _fence_silent(self, now: float) -> list[Action]:
         """Writers that have been asked for too long, or that hold too much of the pool after being asked twice."""
@@ -115,7 +117,11 @@ class Quarantine:
         return actions
 
     def _release(self, lease_id: LeaseId) -> None:
-        """The writer can write no more."""
-        if self._leases.writer_let_go(lease_id):
-            self._ask_again_at.pop(lease_id, None)
+        """The writer can write no more. While the window is open a late copy of a write might still be let in: the blocks wait for it."""
+        self._ask_again_at.pop(lease_id, None)
+        lease = self._leases.get(lease_id)
+        if lease is not None and lease.state is LeaseState.ABANDONED:
+            self._silent.add(lease_id)
+        elif self._leases.writer_let_go(lease_id):
+            self._silent.discard(lease_id)
             self._let_go.pop(lease_id, None)

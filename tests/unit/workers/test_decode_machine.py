@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pd_serve.ids import AttemptId, Epoch, LinkId, RouterId
@@ -113,6 +114,8 @@ def test_a_first_token_that_ends_the_answer_leaves_only_cached_blocks(
     actions = _arrive(worker, completed(_target(worker, frame), frame, first))
     assert [output.finish for output in only_frame(Step, actions).outputs] == [finish]
     assert all_of(RunBatch, actions) == []
+    assert (worker.machine.is_idle, worker.num_held_blocks) == (False, 2)
+    worker.do(WindowClosed(only(CloseWindow, actions).lease_id, fenced=False))
     assert worker.machine.is_idle
     assert (worker.num_held_blocks, worker.machine.pool.counts().cached) == (0, 1)
 
@@ -175,6 +178,7 @@ def test_an_abandoned_lease_is_freed_by_a_late_completion(worker: Worker) -> Non
     frame = open_frame(1, prompt(6))
     target = _target(worker, frame)
     assert replies(worker.frame(Cancel(AttemptId(1)))) == [Closed(AttemptId(1))]
+    worker.do(WindowClosed(target.lease.lease_id, fenced=False))
     actions = _arrive(worker, completed(target, frame))
     assert replies(actions) == []
     assert worker.machine.is_idle
@@ -192,12 +196,15 @@ def test_quiesced_before_completion_fails_the_attempt_and_frees(worker: Worker) 
     target = _target(worker, open_frame(1, prompt(6)))
     actions = _arrive(worker, Quiesced(target.lease.lease_id, target.lease.epoch, 0))
     assert only_frame(Failed, actions).reason is FailureReason.TRANSFER
+    assert worker.num_held_blocks == 2
+    worker.do(WindowClosed(target.lease.lease_id, fenced=False))
     assert worker.num_held_blocks == 0
 
 
 def test_a_lost_writer_keeps_the_blocks_until_it_is_fenced(worker: Worker) -> None:
-    _target(worker, open_frame(1, prompt(6)))
+    target = _target(worker, open_frame(1, prompt(6)))
     actions = worker.do(TransportReported(PeerLost(PREFILL.peer, "gone", fenced=False)))
+    worker.do(WindowClosed(target.lease.lease_id, fenced=False))
     assert only_frame(Failed, actions).reason is FailureReason.PEER_LOST
     assert worker.num_held_blocks == 2
     worker.do(TransportReported(PeerFenced(PREFILL.peer)))
@@ -265,6 +272,8 @@ def test_a_cached_prefix_is_reserved_but_not_written(worker: Worker) -> None:
         (open_frame(1, (100,)), RefusalReason.INVALID),
         (open_frame(1, prompt(6), max_tokens=0), RefusalReason.INVALID),
         (open_frame(1, prompt(6), outputs=6), RefusalReason.INVALID),
+        (msgspec.structs.replace(open_frame(1, prompt(6)), timeout_s=float("nan")), RefusalReason.INVALID),
+        (msgspec.structs.replace(open_frame(1, prompt(6)), timeout_s=float("inf")), RefusalReason.INVALID),
     ],
 )
 def test_a_bad_open_is_refused_and_holds_nothing(worker: Worker, frame: Open, reason: RefusalReason) -> None:

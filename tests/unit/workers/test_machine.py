@@ -22,7 +22,7 @@ from tests.machine_fakes import (
     peer_info,
     prompt,
 )
-from workers.events import AddPeer, HardFence, LinkClosed, RemovePeer, RoleSet, RunBatch, Tick, TransportReported
+from workers.events import AddPeer, CloseWindow, HardFence, LinkClosed, RemovePeer, RoleSet, RunBatch, Tick, TransportReported, WindowClosed
 
 
 @pytest.fixture
@@ -66,7 +66,8 @@ def test_a_refused_or_lost_peer_is_joined_again_later(worker: Worker, event: Pee
 def test_a_lost_peer_with_leases_is_not_removed_before_it_is_fenced(worker: Worker) -> None:
     worker.join(PREFILL)
     worker.reserve(open_frame(1, prompt(6)))
-    worker.do(TransportReported(PeerLost(PREFILL.peer, "gone", fenced=False)))
+    actions = worker.do(TransportReported(PeerLost(PREFILL.peer, "gone", fenced=False)))
+    worker.do(WindowClosed(only(CloseWindow, actions).lease_id, fenced=False))
     worker.now += 1.0
     assert all_of(RemovePeer, worker.do(Tick())) == []
     deadline = worker.machine.next_deadline()
@@ -90,7 +91,8 @@ def test_a_new_incarnation_replaces_an_old_one_that_holds_nothing(worker: Worker
 def test_a_new_incarnation_has_the_old_one_fenced_if_it_holds_a_lease(worker: Worker) -> None:
     worker.join(PREFILL)
     worker.reserve(open_frame(1, prompt(6)))
-    worker.frame(Cancel(AttemptId(1)))
+    closing = only(CloseWindow, worker.frame(Cancel(AttemptId(1))))
+    worker.do(WindowClosed(closing.lease_id, fenced=False))
     actions = worker.frame(Peers((_restarted(),)))
     assert only(HardFence, actions).peer == PREFILL.peer
     assert all_of(AddPeer, actions) == []
