@@ -173,11 +173,12 @@ class WorkerMachine:
                 for update in updates:
                     if update.sequence.kind is SequenceKind.PREFILL_ONLY:
                         actions += self.prefill.on_update(update, result.ended_at)
-                return actions + self.decode.on_updates(u for u in updates if u.sequence.kind is not SequenceKind.PREFILL_ONLY)
+                others = (update for update in updates if update.sequence.kind is not SequenceKind.PREFILL_ONLY)
+                return actions + self.decode.on_updates(others, result.started_at)
             case StepFailed(_, detail):
                 failed = self.scheduler.abort_step()
-                prompts, others = _split(failed)
-                return self.prefill.on_engine_failed(prompts, detail, now) + self.decode.on_engine_failed(others, detail, now)
+                prompts, rest = _split(failed)
+                return self.prefill.on_engine_failed(prompts, detail, now) + self.decode.on_engine_failed(rest, detail, now)
             case DrainRequested(deadline_s):
                 self._drain_at = now + deadline_s
                 return []

@@ -25,6 +25,7 @@ from pd_serve.cores import parse_cores, thread_env
 from pd_serve.engine.scheduler import SchedulerSettings
 from pd_serve.errors import ConfigError, PdServeError
 from pd_serve.ids import new_epoch
+from pd_serve.kv.digest import HostKVDigest, KVDigest
 from pd_serve.model_store import resolve_model
 from pd_serve.observe import setup_logging
 from pd_serve.protocol.link import Fatal, PeerInfo, RankReady, Welcome
@@ -115,7 +116,7 @@ class Rank:
             self._clock.now() - started_at,
         )
         welcome = self._welcome(plan, ready)
-        machine = self._machine(plan, welcome)
+        machine = self._machine(plan, welcome, self._kv_digest(plan, ready))
         events = runner.layer_events
         self._engine.serve(runner, LayerHook(transport.submit, None if events is None else events.wait))
         parts = RankParts(self._front, self._inbox, self._engine, transport)
@@ -176,7 +177,14 @@ class Rank:
             rank_pids=(os.getpid(),),
         )
 
-    def _machine(self, plan: EnginePlan, welcome: Welcome) -> WorkerMachine:
+    def _kv_digest(self, plan: EnginePlan, ready: TransportReady) -> KVDigest | None:
+        if not self._config.transport.verify:
+            return None
+        if ready.region.buffer is None:
+            raise ConfigError("transport.verify reads KV in host memory; turn it off where the pool is on a GPU")
+        return HostKVDigest(plan.layout, ready.region.buffer)
+
+    def _machine(self, plan: EnginePlan, welcome: Welcome, kv_digest: KVDigest | None) -> WorkerMachine:
         config = self._config
         settings = MachineSettings(
             info=welcome.info,
@@ -190,6 +198,7 @@ class Rank:
             rejoin_after_s=config.worker.heartbeat_s,
             load_interval_s=config.worker.load_interval_s,
             heartbeat_s=config.worker.heartbeat_s,
+            kv_digest=kv_digest,
         )
         scheduler = SchedulerSettings(
             max_batch_tokens=config.engine.max_batch_tokens,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pd_serve.ids import PeerId
+from pd_serve.kv.digest import KVDigest
 from pd_serve.kv.layout import KVLayout
 from pd_serve.protocol.link import PeerInfo
 
@@ -28,6 +29,8 @@ class MachineSettings:
     """Longest silence between two load frames on a link."""
     num_contributors: int = 1
     """Prefill ranks that write under one lease."""
+    kv_digest: KVDigest | None = None
+    """Set: transfers carry a digest of their bytes (prefill) and must (decode)."""
 
     @property
     def self_id(self) -> PeerId:

@@ -8,7 +8,8 @@ The life of an attempt, disaggregated:   Open -> Reserved | Refused     (decode)
                                          Step, Step, ... finish | Failed  (decode; the only voice of a request, first token included)
 Local (Open.writer is None): the same without Prefill. The decode worker computes the prompt itself.
 
-Exactly one terminal frame per leg: for decode Refused, Failed, Closed or a Step entry with a finish; for prefill PrefillDone, Failed or Closed.
+Exactly one terminal frame per leg: for decode Refused, Failed, Closed or a Step entry with a finish; for prefill PrefillDone,
+Failed or Closed.
 Closed answers Cancel, also for an attempt the worker does not know, so that Cancel is idempotent and always answered.
 A lost link means the router is gone: the worker cancels all its attempts.
 """

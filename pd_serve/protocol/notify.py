@@ -42,6 +42,8 @@ class Completed(Notice, frozen=True, tag="completed"):
     """Prompt tokens that prefill did not have to compute."""
     compute_to_notice_s: float
     """From the end of prefill compute to the sending of this record, a duration on the writer's clock."""
+    digest: bytes = b""
+    """Of the KV written (kv/digest.py), where the writer verifies transfers."""
 
 
 class Quiesced(Notice, frozen=True, tag="quiesced"):

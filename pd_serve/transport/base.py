@@ -86,7 +86,8 @@ class PeerLost(msgspec.Struct, frozen=True):
     peer: PeerId
     detail: str
     fenced: bool
-    """No write of this peer can land any more (its process is dead, or its path is checked). When False a `PeerFenced` follows once known."""
+    """No write of this peer can land any more (its process is dead, or its path is checked).
+    When False a `PeerFenced` follows once known."""
 
 
 class PeerFenced(msgspec.Struct, frozen=True):
@@ -185,7 +186,10 @@ class Transport(Protocol):
         ...
 
     def hard_fence(self, peer: PeerId) -> bool:
-        """Make a silent local peer unable to write by ending its process (pidfd, SIGKILL); PeerLost/PeerFenced follow. False if impossible."""
+        """Make a silent local peer unable to write by ending its process (pidfd, SIGKILL); PeerLost or PeerFenced follows.
+
+        False if impossible.
+        """
         ...
 
     def progress(self) -> bool:

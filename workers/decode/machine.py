@@ -143,7 +143,8 @@ class DecodeMachine:
             return self._fail(attempt, FailureReason.TRANSFER, f"bad completion from {peer}: {problem}", now)
         if not self._quarantine.contributor_done(lease, notice.contributor):
             return []
-        return self._filled(attempt, lease, notice, now)
+        attempt.handed_over_at = now - notice.compute_to_notice_s
+        return self._filled(attempt, lease, notice)
 
     def on_quiesced(self, peer: PeerId, notice: Quiesced, now: float) -> list[Action]:
         lease = self._live_lease(peer, notice)
@@ -302,7 +303,7 @@ class DecodeMachine:
             return "the KV that arrived is not the KV that was sent"
         return ""
 
-    def _filled(self, attempt: _Attempt, lease: HeldLease, notice: Completed, now: float) -> list[Action]:
+    def _filled(self, attempt: _Attempt, lease: HeldLease, notice: Completed) -> list[Action]:
         sequence = attempt.sequence
         sequence.block_table = list(self._leases.fill(lease.lease_id))
         sequence.num_computed_tokens = notice.num_tokens
@@ -310,7 +311,6 @@ class DecodeMachine:
         self._pool.retain(lease.writable_blocks)
         self._quarantine.forget(lease.lease_id)
         attempt.lease_id = None
-        attempt.handed_over_at = now - notice.compute_to_notice_s
         finish = sequence.append(notice.first_token, self._scheduler.rules)
         token = TokenOutput(sequence.attempt_id, notice.first_token, finish, notice.logprobs, notice.num_cached_tokens)
         if finish is None:

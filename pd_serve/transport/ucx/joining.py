@@ -17,7 +17,7 @@ from pd_serve.transport.ucx.departures import Departures
 from pd_serve.transport.ucx.handshake import Handshake, major_minor
 from pd_serve.transport.ucx.lanes import choose_lane
 from pd_serve.transport.ucx.messages import NONCE_NBYTES, WIRE_VERSION, Answer, FlushRequest, Hello, Ping, Refusal
-from pd_serve.transport.ucx.metadata import UcxMetadata, metadata_codec
+from pd_serve.transport.ucx.metadata import MetadataCodec, UcxMetadata
 from pd_serve.transport.ucx.one_sided import OneSidedWriter, Side
 from pd_serve.transport.ucx.peer import Node, Peer, Phase
 from pd_serve.transport.ucx.writer import Completion, Writer
@@ -34,7 +34,7 @@ class Joining:
     def __init__(self, node: Node, departures: Departures) -> None:
         self._node = node
         self._departures = departures
-        self._metadata_codec = metadata_codec()
+        self._metadata_codec = MetadataCodec(node.settings.secret)
 
     def add(self, peer_id: PeerId, encoded: bytes) -> None:
         """Begin to join. What is wrong at once is told as PeerRefused, too."""
@@ -44,6 +44,7 @@ class Joining:
         try:
             metadata = self._metadata_codec.decode(encoded)
         except ProtocolError as error:
+            node.counters.refused_hellos += 1
             self._refuse_unknown(peer_id, f"its transport metadata: {error}")
             return
         obstacle = self._obstacle(peer_id, metadata)

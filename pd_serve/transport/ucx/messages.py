@@ -154,10 +154,15 @@ class JoinCodec:
     def session_token(self, sender: PeerId, receiver: PeerId, sender_nonce: bytes, receiver_nonce: bytes) -> bytes:
         """What `sender` puts in front of all it sends to `receiver` in the session that those two nonces made."""
         names = msgspec.msgpack.encode((sender, receiver))
-        return hmac.digest(self._secret, _DOMAIN + b"token" + sender_nonce + receiver_nonce + names, "sha256")[:TOKEN_NBYTES]
+        return keyed_digest(self._secret, b"token", sender_nonce + receiver_nonce + names)[:TOKEN_NBYTES]
 
     def _digest(self, payload: bytes) -> bytes:
-        return hmac.digest(self._secret, _DOMAIN + b"join" + payload, "sha256")
+        return keyed_digest(self._secret, b"join", payload)
+
+
+def keyed_digest(secret: bytes, purpose: bytes, payload: bytes) -> bytes:
+    """HMAC-SHA256, of which no value serves two purposes."""
+    return hmac.digest(secret, _DOMAIN + purpose + b"/" + payload, "sha256")
 
 
 def session_codec() -> Codec[SessionMessage]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
+
 import msgspec
 
-from pd_serve.errors import ProtocolError
+from pd_serve.errors import IncompatibleError, ProtocolError
 from pd_serve.ids import PeerId
 from pd_serve.transport.ucx.lanes import Lane
+from pd_serve.transport.ucx.messages import DIGEST_NBYTES, keyed_digest
 from pd_serve.transport.ucx.process import ProcessIdentity
 from pd_serve.wire import Codec
 
@@ -19,7 +22,7 @@ class LaneAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class UcxMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Not authenticated: everything that matters is said again in the signed hello and answer."""
+    """Signed with the cluster's secret: UCX ends the process that connects to an address it cannot read."""
 
     peer: PeerId
     wire_version: int
@@ -40,5 +43,21 @@ class UcxMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         raise ProtocolError(f"{self.peer} offers no {lane.value} lane")
 
 
-def metadata_codec() -> Codec[UcxMetadata]:
-    return Codec(UcxMetadata, MAX_METADATA_NBYTES)
+class MetadataCodec:
+    """digest (32 bytes) + msgpack. A digest of another secret or of other bytes is an IncompatibleError."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._codec: Codec[UcxMetadata] = Codec(UcxMetadata, MAX_METADATA_NBYTES)
+
+    def encode(self, metadata: UcxMetadata) -> bytes:
+        payload = self._codec.encode(metadata)
+        return keyed_digest(self._secret, b"metadata", payload) + payload
+
+    def decode(self, data: bytes) -> UcxMetadata:
+        """Raises ProtocolError."""
+        digest, payload = data[:DIGEST_NBYTES], data[DIGEST_NBYTES:]
+        metadata = self._codec.decode(payload)
+        if not hmac.compare_digest(digest, keyed_digest(self._secret, b"metadata", payload)):
+            raise IncompatibleError("its digest is wrong: is the cluster secret the same on both?")
+        return metadata

@@ -37,7 +37,7 @@ from pd_serve.transport.ucx.departures import Departures
 from pd_serve.transport.ucx.inbox import Inbox
 from pd_serve.transport.ucx.joining import Joining
 from pd_serve.transport.ucx.messages import WIRE_VERSION, JoinCodec, Record, session_codec
-from pd_serve.transport.ucx.metadata import LaneAddress, UcxMetadata, metadata_codec
+from pd_serve.transport.ucx.metadata import LaneAddress, MetadataCodec, UcxMetadata
 from pd_serve.transport.ucx.peer import Node, Phase
 from pd_serve.transport.ucx.pool import Pool
 from pd_serve.transport.ucx.ports import Ports
@@ -105,7 +105,7 @@ class UcxTransport:
             process=node.process,
             lanes=tuple(LaneAddress(port.lane, port.address) for port in node.ports),
         )
-        return metadata_codec().encode(metadata)
+        return MetadataCodec(self._settings.secret).encode(metadata)
 
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
         self._joining.add(peer, metadata)
