@@ -41,6 +41,6 @@ async def test_disaggregated_equals_colocated(dtype: str, tmp_path: Path) -> Non
     with running(tmp_path / "colocated", prefill=0, decode=0, colocated=1, settings=pool, **options) as colocated:
         expected = await _answers(colocated)
     for chunk in (7, 64):
-        settings = {**pool, "prefill.engine.prefill_chunk": str(chunk)}
+        settings = {**pool, "prefill.engine.prefill_chunk": str(chunk), "transport.verify": "true"}
         with running(tmp_path / f"chunk{chunk}", settings=settings, **options) as cluster:
             assert await _answers(cluster) == expected

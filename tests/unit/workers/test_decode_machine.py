@@ -341,3 +341,28 @@ def test_drain_refuses_new_work_and_fails_the_rest_at_its_deadline(worker: Worke
     assert only_frame(Failed, worker.do(Tick())).reason is FailureReason.DRAINING
     worker.do(WindowClosed(target.lease.lease_id, fenced=True))
     assert worker.machine.is_idle
+
+
+@pytest.mark.parametrize(("digest", "is_taken"), [(b"as sent", True), (b"damaged", False), (b"", False)])
+def test_a_verifying_worker_takes_only_kv_whose_digest_is_that_of_its_own_bytes(digest: bytes, is_taken: bool) -> None:
+    worker = Worker(DECODE, kv_digest=lambda blocks, start, end: b"as sent")
+    worker.join(PREFILL)
+    frame = open_frame(1, prompt(6))
+    actions = _arrive(worker, completed(_target(worker, frame), frame, digest=digest))
+    assert bool(frames(Step, actions)) is is_taken
+    assert [failed.reason for failed in frames(Failed, actions)] == ([] if is_taken else [FailureReason.TRANSFER])
+
+
+def test_hand_over_is_timed_from_the_end_of_compute_to_the_first_decode_step(worker: Worker) -> None:
+    frame = open_frame(1, prompt(6))
+    actions = _arrive(worker, completed(_target(worker, frame), frame, compute_to_notice_s=0.25))
+    assert not _handovers(actions)
+    batch = batch_of(actions)
+    worker.now += 0.5
+    actions = worker.finish_step(batch, token_id=7)
+    assert _handovers(actions) == [0.75]
+    assert not _handovers(worker.finish_step(batch_of(actions), token_id=7))
+
+
+def _handovers(actions: tuple[object, ...]) -> list[float]:
+    return [a.sample.value for a in actions if isinstance(a, Observe) and a.sample.metric == "pd_serve_handover_seconds"]
