@@ -65,17 +65,12 @@ class Agent:
     # ---- commands
 
     def do_open(
-        self,
-        peer: list[object],
-        secret: str,
-        lanes: str,
-        nbytes: int,
-        host_id: str = "here",
-        join_timeout_s: float = 5.0,
-        min_bandwidth: float = 0.0,
+        self, peer: list[object], secret: str, lanes: str, nbytes: int, host: str = "127.0.0.1/here", join_timeout_s: float = 5.0
     ) -> Json:
+        """`host`: address/host id."""
+        host, _, host_id = host.partition("/")
         settings = TransportSettings(
-            peer_of(peer), secret.encode(), "127.0.0.1", host_id, lanes, min_bandwidth, join_timeout_s, probe_nbytes=1 << 16
+            peer_of(peer), secret.encode(), host, host_id, lanes, join_timeout_s=join_timeout_s, probe_nbytes=1 << 16
         )
         self.events.clear()
         self.stream = None

@@ -1,0 +1,271 @@
+"""Who is let in: restarts on the same address, stale metadata, strangers, wrong secrets, sides that are not in step."""
+
+from __future__ import annotations
+
+import base64
+import ctypes
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import msgspec
+import pytest
+
+from pd_serve.errors import TransportError
+from pd_serve.ids import Epoch, Incarnation, LeaseId, PeerId, WorkerId
+from pd_serve.transport.ucx.lanes import Lane, lane_options
+from pd_serve.transport.ucx.libucp import LibucpBinding
+from pd_serve.transport.ucx.messages import NONCE_NBYTES, TOKEN_NBYTES, WIRE_VERSION, Hello, JoinCodec, encode_data_header
+from pd_serve.transport.ucx.metadata import LaneAddress, MetadataCodec, UcxMetadata
+from pd_serve.transport.ucx.process import current_process
+from pd_serve.transport.ucx.seam import IN_PROGRESS, Channel, Endpoint, Worker
+from tests.contract.ucx.processes import POOL_NBYTES, SECRET, Cluster, Process
+
+ROW = [(0, 0, 65536)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def metadata_of(process: Process) -> UcxMetadata:
+    return MetadataCodec(SECRET.encode()).decode(base64.b64decode(process.metadata))
+
+
+def outward_address() -> str | None:
+    """An address of this machine that is not loopback; None when there is none."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.1", 9))
+        except OSError:
+            return None
+        return str(probe.getsockname()[0])
+
+
+def test_stale_metadata_of_a_restarted_target_writes_nothing_and_is_told(tcp_cluster: Cluster) -> None:
+    """F41: the successor listens on the very same port; the writer is on another host as far as it knows, so no pid helps it."""
+    port = free_port()
+    env = {"UCX_TCP_PORT_RANGE": f"{port}-{port}"}
+    old = tcp_cluster.start("target", 1, env)
+    stale = Process()
+    tcp_cluster.processes.append(stale)
+    stale.open("writer", 1, "tcp", host="127.0.0.1/elsewhere")
+    old.kill()
+    old.end()
+    new = tcp_cluster.start("target", 2, env)
+    stale.add(old)
+    started = time.monotonic()
+    new.send("run", seconds=1.0)
+    refused = stale.wait("PeerRefused", 6.0)
+    assert time.monotonic() - started < 3.0
+    assert "target@0000000000000002" in refused["detail"]
+    new.receive()
+    stale.write(old, ROW)
+    assert not stale.flush(old)["ok"]
+    assert new.call("count", value=0) == POOL_NBYTES
+    assert new.call("resources")["refused_hellos"] >= 1
+    stale.call("pattern", seed=2)
+    tcp_cluster.join(stale, new)
+    new.allow(stale)
+    stale.write(new, ROW)
+    assert stale.flush(new)["ok"]
+
+
+def test_metadata_of_a_dead_local_process_is_refused_at_once(cluster: Cluster) -> None:
+    writer, target = cluster.start("writer"), cluster.start("target")
+    target.kill()
+    target.end()
+    started = time.monotonic()
+    writer.add(target)
+    assert "ended" in writer.wait("PeerRefused", 2.0)["detail"]
+    assert time.monotonic() - started < 1.0
+
+
+def test_an_address_where_nobody_answers_is_refused_in_time_and_named(tcp_cluster: Cluster) -> None:
+    """F25. The address is swapped for one that no route leads to; nothing blocks meanwhile."""
+    host = outward_address()
+    if host is None:
+        pytest.skip("this machine has no address but loopback, and UCX packs none for that")
+    writer = tcp_cluster.start("writer", host=f"{host}/here", join_timeout_s=1.0)
+    target = tcp_cluster.start("target", host=f"{host}/there")
+    metadata = metadata_of(target)
+    here, nowhere = socket.inet_aton(host), socket.inet_aton("10.255.255.1")
+    (lane,) = metadata.lanes
+    assert here in lane.worker_address
+    lane = LaneAddress(lane.lane, lane.worker_address.replace(here, nowhere))
+    metadata = msgspec.structs.replace(metadata, lanes=(lane,), host="10.255.255.1")
+    encoded = base64.b64encode(MetadataCodec(SECRET.encode()).encode(metadata)).decode()
+    started = time.monotonic()
+    writer.call("add", peer=target.peer, metadata=encoded)
+    assert time.monotonic() - started < 0.5
+    refused = writer.wait("PeerRefused", 5.0)
+    assert time.monotonic() - started < 3.0
+    assert "10.255.255.1" in refused["detail"]
+
+
+def test_an_address_that_was_tampered_with_never_reaches_the_library(cluster: Cluster) -> None:
+    """UCX ends the process that unpacks an address it does not understand."""
+    writer, target = cluster.start("writer"), cluster.start("target")
+    raw = bytearray(base64.b64decode(target.metadata))
+    raw[-1] ^= 0x5A
+    writer.call("add", peer=target.peer, metadata=base64.b64encode(raw).decode())
+    assert "digest" in writer.wait("PeerRefused")["detail"]
+    assert writer.call("resources")["refused_hellos"] == 1
+
+
+def test_a_peer_restarted_on_the_same_host_is_joined_anew_five_times(cluster: Cluster) -> None:
+    """Descriptors stay flat. The port is another each time: UCX binds without SO_REUSEADDR, a used one is free only after a minute."""
+    stays = cluster.start("stays")
+    stays.call("pattern", seed=3)
+    fds: list[int] = []
+    for incarnation in range(1, 6):
+        restarted = cluster.start("restarted", incarnation)
+        cluster.join(stays, restarted)
+        restarted.allow(stays)
+        stays.write(restarted, ROW)
+        assert stays.flush(restarted, token=incarnation)["ok"]
+        restarted.kill()
+        stays.wait("PeerLost", 3.0)
+        stays.call("remove", peer=restarted.peer)
+        restarted.end()
+        stays.call("run", seconds=0.1)
+        fds.append(stays.call("resources")["fds"])
+    assert fds[-1] <= fds[0], fds
+
+
+def test_either_side_may_be_early_and_a_refused_join_succeeds_when_added_again(cluster: Cluster) -> None:
+    early = cluster.start("early", join_timeout_s=0.6)
+    late = cluster.start("late")
+    early.add(late)
+    refused = early.wait("PeerRefused", 3.0)
+    assert "127.0.0.1" in refused["detail"]
+    early.add(late)
+    early.call("run", seconds=0.3)
+    late.add(early)
+    assert early.wait("PeerJoined")["peer"] == late.peer
+    assert late.wait("PeerJoined")["peer"] == early.peer
+
+
+def test_a_wrong_secret_ends_in_a_refusal_on_both_sides(cluster: Cluster) -> None:
+    first = cluster.start("first", join_timeout_s=0.6)
+    second = cluster.start("second", secret="another", join_timeout_s=0.6)
+    first.add(second)
+    second.add(first)
+    for process in (first, second):
+        assert "secret" in process.wait("PeerRefused", 3.0)["detail"]
+        assert process.call("resources")["refused_hellos"] >= 1
+
+
+# ---- strangers: they have the metadata, a UCX library and no secret
+
+
+@contextmanager
+def stranger(target: Process, lane: Lane, one_sided: bool) -> Iterator[tuple[Worker, Endpoint]]:
+    binding = LibucpBinding()
+    context = binding.open_context(lane_options(lane, "127.0.0.1", "cpu"), one_sided)
+    worker = context.create_worker()
+    endpoint = worker.connect(metadata_of(target).address_on(lane))
+    yield worker, endpoint
+    endpoint.close()
+    worker.close()
+    context.close()
+
+
+def pump(worker: Worker, seconds: float) -> None:
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        worker.progress()
+
+
+def forged_messages(target: PeerId, writer: PeerId, address: bytes) -> list[tuple[Channel, bytes, bytes]]:
+    hello = Hello(writer, target, os.urandom(NONCE_NBYTES), WIRE_VERSION, "1.22.0", 1 << 20, "tcp", current_process(), address)
+    wrong = JoinCodec(b"a guess").encode(hello)
+    payload = b"\x07" * 65536
+    messages = [(Channel.JOIN, wrong, b""), (Channel.JOIN, b"", b""), (Channel.JOIN, os.urandom(200), b"")]
+    messages += [(Channel.SESSION, os.urandom(TOKEN_NBYTES) + b"\x81", b""), (Channel.SESSION, b"x", payload)]
+    for lease in (1, -1):
+        header = encode_data_header(os.urandom(TOKEN_NBYTES), LeaseId(lease), Epoch(1), 1, [0, len(payload)])
+        messages.append((Channel.DATA, header, payload))
+    messages += [(Channel.DATA, os.urandom(length), payload) for length in (0, 10, 36, 52, 100, 1000)]
+    return messages
+
+
+def test_a_stranger_writes_nothing_joins_nothing_and_crashes_nothing(cluster: Cluster) -> None:
+    """F43."""
+    lane = Lane.SHM if cluster.one_sided else Lane.TCP
+    writer, target = cluster.start("writer"), cluster.start("target")
+    target.allow(writer)
+    writer_id = PeerId(WorkerId("writer"), Incarnation(1))
+    target_id = PeerId(WorkerId("target"), Incarnation(1))
+    target.add(writer)  # a join is pending in the name that the stranger takes
+    target.send("run", seconds=1.5)
+    with stranger(target, lane, one_sided=False) as (worker, endpoint):
+        requests = []
+        for channel, header, payload in forged_messages(target_id, writer_id, worker.address()) * 5:
+            buffer = ctypes.create_string_buffer(payload, max(1, len(payload)))
+            requests.append((endpoint.send(channel, header, ctypes.addressof(buffer), len(payload)), buffer))
+        pump(worker, 1.0)
+    target.receive()
+    assert [kind for kind, _ in target.call("events")] == []
+    assert target.call("count", value=0) == POOL_NBYTES
+    resources = target.call("resources")
+    assert resources["refused_hellos"] >= 5
+    assert resources["refused_writes"] >= 5
+    writer.call("pattern", seed=4)
+    writer.add(target)
+    assert target.wait("PeerJoined")["peer"] == writer.peer
+
+
+def test_a_stranger_with_a_valid_key_cannot_put_over_tcp(tcp_cluster: Cluster) -> None:
+    """F43: on tcp a key holds no secret, so the stranger's own serves; the target's context has no RMA."""
+    target = tcp_cluster.start("target")
+    target.send("run", seconds=1.5)
+    binding = LibucpBinding()
+    context = binding.open_context(lane_options(Lane.TCP, "127.0.0.1", "cpu"), one_sided=True)
+    source = ctypes.create_string_buffer(b"\x07" * 65536, 65536)
+    memory = context.register(ctypes.addressof(source), 65536)
+    worker = context.create_worker()
+    endpoint = worker.connect(metadata_of(target).address_on(Lane.TCP))
+    try:
+        key = endpoint.unpack_key(memory.pack_key())
+        endpoint.put([ctypes.addressof(source)], [target.address], [65536], key, None)
+        flush = endpoint.flush()
+        pump(worker, 1.0)
+        assert flush.poll() == IN_PROGRESS or endpoint.failure is not None
+        key.close()
+    except TransportError:
+        pass  # not even connected: as good
+    endpoint.close()
+    worker.close()
+    memory.close()
+    context.close()
+    target.receive()
+    assert target.call("count", value=0) == POOL_NBYTES
+    other = tcp_cluster.start("other")
+    tcp_cluster.join(target, other)
+
+
+def test_metadata_holds_neither_secret_nor_key(cluster: Cluster) -> None:
+    target = cluster.start("target")
+    assert SECRET.encode() not in base64.b64decode(target.metadata)
+    assert {field.name for field in msgspec.structs.fields(UcxMetadata)} == {
+        "peer",
+        "wire_version",
+        "ucx_version",
+        "messaging",
+        "host",
+        "host_id",
+        "process",
+        "lanes",
+    }
+
+
+@pytest.mark.parametrize("broken", ["not msgpack", ""])
+def test_broken_metadata_is_refused(cluster: Cluster, broken: str) -> None:
+    process = cluster.start("one")
+    process.call("add", peer=["other", 1], metadata=base64.b64encode(broken.encode()).decode())
+    assert "metadata" in process.wait("PeerRefused")["detail"]
