@@ -1,0 +1,37 @@
+"""Attention as its definition says, one query at a time in double precision, over a paged slab."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
+from pd_serve.engine.batch import Phase
+
+
+def attend(queries: Tensor, slab: Tensor, spans: Sequence[QuerySpan], geometry: AttentionGeometry) -> Tensor:
+    out = torch.empty(queries.shape, dtype=torch.float64)
+    group = geometry.num_heads // geometry.num_kv_heads
+    for span in spans:
+        for index in range(span.num_queries):
+            positions = range(span.start + index + 1)
+            places = [(span.block_table[p // geometry.block_size], p % geometry.block_size) for p in positions]
+            keys, values = (torch.stack([slab[block, half, offset] for block, offset in places]).double() for half in (0, 1))
+            for head in range(geometry.num_heads):
+                scores = keys[:, head // group] @ queries[span.first_row + index, head].double() * geometry.scale
+                out[span.first_row + index, head] = torch.softmax(scores, 0) @ values[:, head // group]
+    return out.flatten(1)
+
+
+def scattered_spans(shapes: Sequence[tuple[Phase, int, int]], block_size: int, num_blocks: int) -> tuple[QuerySpan, ...]:
+    """Spans of (phase, start, number of queries), in row order, over disjoint shuffled blocks."""
+    blocks = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1)).tolist()
+    spans, first_row = [], 0
+    for phase, start, num_queries in shapes:
+        count = -(-(start + num_queries) // block_size)
+        spans.append(QuerySpan(phase, first_row, start, num_queries, tuple(blocks[:count])))
+        del blocks[:count]
+        first_row += num_queries
+    return tuple(spans)

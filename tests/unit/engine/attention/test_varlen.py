@@ -1,0 +1,60 @@
+"""The CUDA path's bookkeeping, on CPU: its kernel is replaced by the definition, fed with exactly the arguments the real one gets."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
+
+from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
+from pd_serve.engine.attention.varlen import VarlenAttention
+from pd_serve.engine.batch import Phase
+from tests.unit.engine.attention.reference import attend, scattered_spans
+
+P, D = Phase.PREFILL, Phase.DECODE
+GEOMETRY = AttentionGeometry(4, 2, 8, 16, 256)
+SHAPES = [(D, 3, 1), (D, 63, 1), (P, 0, 20), (P, 17, 5)]
+
+
+def _definition(query: Tensor, key: Tensor, value: Tensor, *positional: object, **options: object) -> Tensor:
+    inspect.signature(varlen_attn).bind(query, key, value, *positional, **options)
+    cumulative, _, max_queries, max_context = positional
+    lens, table = options["seqused_k"], options["block_table"]
+    assert isinstance(cumulative, Tensor)
+    assert isinstance(lens, Tensor)
+    assert isinstance(table, Tensor)
+    assert {cumulative.dtype, lens.dtype, table.dtype} == {torch.int32}
+    assert options["window_size"] == (-1, 0)
+    edges = cumulative.tolist()
+    spans = [
+        QuerySpan(P, first, int(length) - (past - first), past - first, tuple(row))
+        for first, past, length, row in zip(edges, edges[1:], lens, table.tolist(), strict=False)
+    ]
+    assert max_queries == max(span.num_queries for span in spans)
+    assert max_context == max(span.context_len for span in spans)
+    return attend(query, torch.stack((key, value), 1), spans, GEOMETRY).view(query.shape)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_calls_cover_every_row_of_each_phase(count: int) -> None:
+    torch.manual_seed(0)
+    spans = scattered_spans(SHAPES[:count], 16, 40)
+    slab, queries = torch.randn(40, 2, 16, 2, 8), torch.randn(sum(span.num_queries for span in spans), 4, 8)
+    backend = VarlenAttention(GEOMETRY, torch.device("cpu"), _definition)
+    plan = backend.plan(spans)
+    assert len(plan.calls) == len({span.phase for span in spans})
+    torch.testing.assert_close(backend.attend(queries, slab, plan), attend(queries, slab, spans, GEOMETRY))
+
+
+def test_torchs_kernel_takes_these_shapes() -> None:
+    """Its fake (meta) implementation, since there is no CPU kernel."""
+    from torch._subclasses import FakeTensorMode
+
+    spans = scattered_spans(SHAPES, 16, 40)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        backend = VarlenAttention(GEOMETRY, torch.device("cpu"), varlen_attn)
+        queries, slab = torch.empty(27, 4, 8, dtype=torch.bfloat16), torch.empty(40, 2, 16, 2, 8, dtype=torch.bfloat16)
+        assert backend.attend(queries, slab, backend.plan(spans)).shape == (27, 32)

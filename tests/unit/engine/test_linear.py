@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pd_serve.engine import linear
+from pd_serve.engine.linear import Linear, LinearFactory, agreeing_sizes
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_rows", "num_decode"), [(1, 1), (1, 0), (2, 2), (40, 40), (7, 3), (200, 1), (600, 0)])
+def test_equals_torchs_linear(num_rows: int, num_decode: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype), torch.randn(num_rows, 32).to(dtype)
+    out = LinearFactory().make(weight, bias)(x, num_decode)
+    torch.testing.assert_close(out, F.linear(x, weight, bias))
+
+
+def test_falls_back_where_the_private_operator_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_pack", lambda _weight: None)
+    weight, x = torch.randn(6, 4), torch.randn(3, 4)
+    assert torch.equal(LinearFactory().make(weight)(x, 3), F.linear(x, weight))
+
+
+def _moody(x: Tensor) -> Tensor:
+    """A kernel whose result depends on the count of rows as oneDNN's does on AMX."""
+    num_rows = x.shape[0]
+    mood = 1 if num_rows == 1 else 2 if num_rows <= 32 else 3 if num_rows in (64, 256) else 4
+    return x * mood
+
+
+def test_the_probe_finds_the_counts_that_agree() -> None:
+    assert agreeing_sizes(_moody, 8, torch.float32) == (256, 64)
+    assert agreeing_sizes(lambda x: x, 8, torch.float32) == (512, 256, 128, 64)
+
+
+@pytest.mark.parametrize("num_decode", [0, 1, 2, 31, 32, 33, 64, 65, 100])
+@pytest.mark.parametrize("num_prefill", [0, 1, 63, 64, 65, 200, 256, 577])
+def test_a_rows_kernel_depends_on_its_phase_alone(num_decode: int, num_prefill: int) -> None:
+    if num_decode + num_prefill == 0:
+        return
+    layer = Linear(_moody, agreeing_sizes(_moody, 8, torch.float32))
+    out = layer(torch.ones(num_decode + num_prefill, 8), num_decode)
+    assert out[:num_decode].eq(2).all()
+    assert out[num_decode:].eq(3).all()
+    assert out.shape == (num_decode + num_prefill, 8)
+
+
+def test_one_row_is_never_alone() -> None:
+    assert Linear(_moody, ())(torch.ones(1, 8), 1).eq(2).all()
