@@ -124,23 +124,19 @@ def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
 
 def _threshold(row: Tensor, params: SamplingParams) -> float:
     """Smallest scaled logit that top-k, top-p and min-p keep; tokens equal to it are kept too. `row` [vocab_size], its largest is 0."""
-    vocab_size = row.shape[0]
     threshold = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    has_top_k = 0 < params.top_k < vocab_size
-    if has_top_k:
-        threshold = max(threshold, float(row.topk(params.top_k).values[-1]))
-    if params.top_p >= 1.0:
-        return threshold
-    if has_top_k:
+    nucleus: float | None = None
+    if 0 < params.top_k < row.shape[0]:
         kept = row.topk(params.top_k).values
-        return max(threshold, _nucleus_threshold(kept, float(kept.logsumexp(0)), params.top_p) or -math.inf)
-    log_total = float(row.logsumexp(0))
-    found = None
-    if vocab_size > _NUCLEUS_GUESS:
-        found = _nucleus_threshold(row.topk(_NUCLEUS_GUESS).values, log_total, params.top_p)
-    if found is None:
-        found = _nucleus_threshold(row.sort(descending=True).values, log_total, params.top_p)
-    return threshold if found is None else max(threshold, found)
+        threshold = max(threshold, float(kept[-1]))
+        if params.top_p < 1:
+            nucleus = _nucleus_threshold(kept, float(kept.logsumexp(0)), params.top_p)
+    elif params.top_p < 1:
+        log_total = float(row.logsumexp(0))
+        nucleus = _nucleus_threshold(row.topk(min(_NUCLEUS_GUESS, row.shape[0])).values, log_total, params.top_p)
+        if nucleus is None:
+            nucleus = _nucleus_threshold(row.sort(descending=True).values, log_total, params.top_p)
+    return threshold if nucleus is None else max(threshold, nucleus)
 
 
 def _nucleus_threshold(descending: Tensor, log_total: float, top_p: float) -> float | None:
