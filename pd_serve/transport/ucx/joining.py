@@ -112,6 +112,7 @@ class Joining:
         if sent is not None:
             round_trip = self._node.clock.now() - sent
             peer.round_trip_s = min(peer.round_trip_s or round_trip, round_trip)
+            self._welcome(peer)
 
     def on_probe(self, peer: Peer, completion: Completion) -> None:
         """One of the two flushes of the probe has ended."""
@@ -251,6 +252,7 @@ class Joining:
             self.refuse(peer, f"its memory cannot be written to: {error}")
             return
         peer.phase = Phase.PROBING
+        self._ping(peer)
         self._probe(peer, WARM_TOKEN)
 
     def _probe(self, peer: Peer, token: int) -> None:
@@ -289,6 +291,9 @@ class Joining:
         return peer.handshake.answer
 
     def _welcome(self, peer: Peer) -> None:
+        """Once both the probe and a ping have been answered."""
+        if peer.phase is not Phase.PROBING or peer.bandwidth == 0.0 or peer.round_trip_s == 0.0:
+            return
         node = self._node
         peer.phase = Phase.JOINED
         one_sided = isinstance(peer.writer, OneSidedWriter) or node.fences.can_write(peer.id)
