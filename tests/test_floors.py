@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import fnmatch
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +139,14 @@ def test_the_house_keeps_its_floors() -> None:
 def test_every_package_was_looked_at() -> None:
     for package in PACKAGES:
         assert len(list((ROOT / package).rglob("*.py"))) > 5
+
+
+@pytest.mark.parametrize("module", ["router.main", "workers.front", "workers.machine", "pd_serve.cli.up", "pd_serve.model_store"])
+def test_a_process_without_an_engine_loads_no_torch(module: str) -> None:
+    """Not even by way of others, which the syntax does not show."""
+    script = f"import sys, {module}; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT).stdout.split()
+    assert "torch" not in loaded
 
 
 @pytest.mark.parametrize(
