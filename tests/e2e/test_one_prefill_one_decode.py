@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,14 @@ CAPITAL = [{"role": "user", "content": "What is the capital of France? Answer wi
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     with running(tmp_path_factory.mktemp("one_one"), settings={"kv.memory_bytes": str(768 * 1024 * 1024)}) as cluster:
         yield cluster
+
+
+def _complete(cluster: Cluster, prompt: list[int] | str, max_tokens: int) -> dict[str, Any]:
+    body = {"model": "demo", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
+    reply = httpx.post(f"{cluster.url}/v1/completions", json=body, timeout=60)
+    assert reply.status_code == 200, reply.text
+    answer: dict[str, Any] = reply.json()
+    return answer
 
 
 def test_chat_streams_a_sensible_answer(cluster: Cluster) -> None:
@@ -46,8 +55,7 @@ def test_every_kv_byte_is_pushed_one_sided_into_reserved_blocks(cluster: Cluster
     assert lane["one_sided"], lane
     before = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
     prompt = list(range(1000, 1123))
-    reply = httpx.post(f"{cluster.url}/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 4, "temperature": 0}, timeout=60)
-    assert reply.status_code == 200, reply.text
+    _complete(cluster, prompt, 4)
     cluster.assert_clean()
     pushed = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total") - before
     assert pushed == len(prompt) * KV_NBYTES_PER_TOKEN
@@ -57,10 +65,10 @@ def test_every_kv_byte_is_pushed_one_sided_into_reserved_blocks(cluster: Cluster
 def test_a_second_request_pushes_only_the_missing_suffix(cluster: Cluster) -> None:
     prefill = cluster.worker("prefill")
     prompt = list(range(3000, 3100))
-    first = httpx.post(f"{cluster.url}/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60).json()
+    first = _complete(cluster, prompt, 8)
     cluster.assert_clean()
     before = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
-    second = httpx.post(f"{cluster.url}/v1/completions", json={"model": "demo", "prompt": prompt, "max_tokens": 8, "temperature": 0}, timeout=60).json()
+    second = _complete(cluster, prompt, 8)
     cluster.assert_clean()
     pushed = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total") - before
     assert pushed == (100 - 96) * KV_NBYTES_PER_TOKEN
@@ -69,11 +77,9 @@ def test_a_second_request_pushes_only_the_missing_suffix(cluster: Cluster) -> No
 
 @pytest.mark.parametrize("max_tokens", [1, 2])
 def test_the_first_token_can_be_the_last(cluster: Cluster, max_tokens: int) -> None:
-    reply = httpx.post(
-        f"{cluster.url}/v1/completions", json={"model": "demo", "prompt": "One two three", "max_tokens": max_tokens, "temperature": 0}, timeout=60
-    )
-    assert reply.json()["usage"]["completion_tokens"] == max_tokens
-    assert reply.json()["choices"][0]["finish_reason"] == "length"
+    reply = _complete(cluster, "One two three", max_tokens)
+    assert reply["usage"]["completion_tokens"] == max_tokens
+    assert reply["choices"][0]["finish_reason"] == "length"
 
 
 async def test_sixty_four_concurrent_streams_finish_with_their_own_answers(cluster: Cluster) -> None:
