@@ -16,14 +16,13 @@ import torch
 from torch import Tensor
 
 from pd_serve.engine.batch import SampleSpec
+from pd_serve.engine.distribution import pick, smallest_kept
 from pd_serve.engine.philox import uniform
 from pd_serve.errors import EngineError
 from pd_serve.protocol.sampling import SamplingParams, TokenLogprobs
 
 _MIN_TEMPERATURE = 1e-5
 """Below this a temperature is greedy: dividing by it leaves float32."""
-_NUCLEUS_GUESS = 1024
-"""Likeliest tokens tried first for top-p; sorting a whole vocabulary is about ten times dearer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,39 +110,10 @@ def _draw(logits: Tensor, specs: Sequence[SampleSpec]) -> list[int]:
     # The largest becomes 0, so that no temperature overflows.
     scaled = (logits - logits.max(dim=-1, keepdim=True).values) / temperatures
     for row, spec in zip(scaled, specs, strict=True):
-        threshold = _threshold(row, spec.params)
+        threshold = smallest_kept(row, spec.params)
         if threshold > -math.inf:
             row.masked_fill_(row < threshold, -math.inf)
-    cumulative = torch.softmax(scaled, dim=-1).to(torch.float64).cumsum(dim=-1)
-    uniforms = [[uniform(spec.params.seed, spec.position)] for spec in specs]
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=logits.device) * cumulative[:, -1:]
-    # The first token whose sum exceeds the target: never one of probability zero, and there is one since target < total.
-    token_ids: list[int] = torch.searchsorted(cumulative, targets, right=True).squeeze(1).tolist()
-    return token_ids
-
-
-def _threshold(row: Tensor, params: SamplingParams) -> float:
-    """Smallest scaled logit that top-k, top-p and min-p keep; tokens equal to it are kept too. `row` [vocab_size], its largest is 0."""
-    threshold = math.log(params.min_p) if params.min_p > 0 else -math.inf
-    nucleus: float | None = None
-    if 0 < params.top_k < row.shape[0]:
-        kept = row.topk(params.top_k).values
-        threshold = max(threshold, float(kept[-1]))
-        if params.top_p < 1:
-            nucleus = _nucleus_threshold(kept, float(kept.logsumexp(0)), params.top_p)
-    elif params.top_p < 1:
-        log_total = float(row.logsumexp(0))
-        nucleus = _nucleus_threshold(row.topk(min(_NUCLEUS_GUESS, row.shape[0])).values, log_total, params.top_p)
-        if nucleus is None:
-            nucleus = _nucleus_threshold(row.sort(descending=True).values, log_total, params.top_p)
-    return threshold if nucleus is None else max(threshold, nucleus)
-
-
-def _nucleus_threshold(descending: Tensor, log_total: float, top_p: float) -> float | None:
-    """Last of the smallest head of `descending` whose probability reaches top_p (Holtzman et al., arXiv:1904.09751); None: none does."""
-    reached = (descending.double() - log_total).exp().cumsum(0) >= top_p
-    position = int(reached.to(torch.uint8).argmax())
-    return float(descending[position]) if bool(reached[position]) else None
+    return pick(scaled.exp_(), [uniform(spec.params.seed, spec.position) for spec in specs])
 
 
 def _raw_logprobs(logits: Tensor, specs: Sequence[SampleSpec]) -> list[Tensor | None]:
