@@ -12,11 +12,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
+
+from pd_serve.child_process import die_with_parent
 
 START_TIMEOUT_S = 120.0
 CLEAN_TIMEOUT_S = 5.0
@@ -73,7 +76,15 @@ class Cluster:
             command += ["--set", f"{key}={value}"]
         env = dict(os.environ, OMP_WAIT_POLICY="PASSIVE")
         with (self.log_dir / "up.log").open("w") as log:
-            self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True)
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                text=True,
+                env=env,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
+            )
         try:
             wait_until(self._ready, START_TIMEOUT_S, f"the cluster is ready\n{self.log}")
         except AssertionError as error:
