@@ -1,8 +1,12 @@
 """Which lanes there are, how UCX is configured for each, and which one two peers use. Both peers decide alike from the same facts.
 
-One UCX context per lane. The context that listens on tcp has no RMA feature: UCX applies a put that arrives there without any check and
-can abort the target when the writer dies, so on tcp bytes travel as messages. The contexts with RMA have lanes where a put needs nobody
-on the other side: shared memory that UCX allocated, and RDMA devices.
+One UCX context per lane. The context that listens on tcp has no RMA feature and does not offer puts: UCX applies a put that arrives there
+without any check and can abort the target when the writer dies, so on tcp bytes travel as messages. The contexts with RMA have lanes where a
+put needs nobody on the other side: shared memory that UCX allocated, and RDMA devices.
+
+What no setting closes: UCX's tcp transport carries out put requests below all features, for whoever forges the capabilities in an address or
+speaks its protocol by hand. So the port must be reachable from the cluster's own hosts only: it is bound to one interface here, and a
+firewall has to do the rest.
 """
 
 from __future__ import annotations
@@ -68,6 +72,8 @@ def lane_options(lane: Lane, host: str, device: str) -> Mapping[str, str]:
         options["ALLOC_PRIO"] = "md:posix"
     elif lane is Lane.TCP:
         options["TLS"] = "tcp,cuda_copy" if cuda else "tcp"
+        # UCX's tcp transport itself carries out put requests, below all features; without this its address invites them.
+        options["TCP_PUT_ENABLE"] = "n"
         options["TCP_CONN_NB"] = "y"  # connect() to an address that does not answer must not block the owner thread
         interface = interface_of(host)
         if interface is not None:

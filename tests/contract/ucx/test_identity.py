@@ -7,20 +7,21 @@ import ctypes
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import msgspec
 import pytest
 
-from pd_serve.errors import TransportError
 from pd_serve.ids import Epoch, Incarnation, LeaseId, PeerId, WorkerId
+from pd_serve.transport.ucx import libucp_abi as abi
+from pd_serve.transport.ucx.bindings import open_binding
 from pd_serve.transport.ucx.lanes import Lane, lane_options
-from pd_serve.transport.ucx.libucp import LibucpBinding
+from pd_serve.transport.ucx.libucp import LibucpBinding, LibucpEndpoint, LibucpWorker
 from pd_serve.transport.ucx.messages import NONCE_NBYTES, TOKEN_NBYTES, WIRE_VERSION, Hello, JoinCodec, encode_data_header
 from pd_serve.transport.ucx.metadata import LaneAddress, MetadataCodec, UcxMetadata
 from pd_serve.transport.ucx.process import current_process
-from pd_serve.transport.ucx.seam import IN_PROGRESS, Channel, Endpoint, Worker
+from pd_serve.transport.ucx.seam import OK, Channel, Endpoint, Worker
 from tests.contract.ucx.processes import POOL_NBYTES, SECRET, Cluster, Process
 
 ROW = [(0, 0, 65536)]
@@ -165,7 +166,7 @@ def test_a_wrong_secret_ends_in_a_refusal_on_both_sides(cluster: Cluster) -> Non
 
 @contextmanager
 def stranger(target: Process, lane: Lane, one_sided: bool) -> Iterator[tuple[Worker, Endpoint]]:
-    binding = LibucpBinding()
+    binding = open_binding("auto")
     context = binding.open_context(lane_options(lane, "127.0.0.1", "cpu"), one_sided)
     worker = context.create_worker()
     endpoint = worker.connect(metadata_of(target).address_on(lane))
@@ -220,33 +221,69 @@ def test_a_stranger_writes_nothing_joins_nothing_and_crashes_nothing(cluster: Cl
     assert target.wait("PeerJoined")["peer"] == writer.peer
 
 
-def test_a_stranger_with_a_valid_key_cannot_put_over_tcp(tcp_cluster: Cluster) -> None:
-    """F43: on tcp a key holds no secret, so the stranger's own serves; the target's context has no RMA."""
-    target = tcp_cluster.start("target")
-    target.send("run", seconds=1.5)
+class CarelessEndpoint(LibucpEndpoint):
+    """An endpoint that does not ask for error reports: UCX then uses lanes of its tcp transport that it keeps from others."""
+
+    def __init__(self, worker: LibucpWorker, address: bytes) -> None:
+        super().__init__(worker, address)
+        super().close()
+        self._failure = None
+        params = abi.EndpointParams(field_mask=1, address=ctypes.addressof(self._address))
+        self._binding.check(
+            self._binding.ucp.ucp_ep_create(worker.handle, ctypes.byref(params), ctypes.byref(self._handle)), "ucp_ep_create"
+        )
+
+    def close(self) -> None:
+        """Left to the end of the worker: closing by force is for endpoints with error handling."""
+
+
+def put_as_a_stranger(address: bytes, kind: type[LibucpEndpoint], target_address: int, progress: Callable[[], object]) -> bool:
+    """Put 64 KiB of sevens to another's address with a key of one's own memory (on tcp keys hold no secret). True when flushed."""
     binding = LibucpBinding()
-    context = binding.open_context(lane_options(Lane.TCP, "127.0.0.1", "cpu"), one_sided=True)
+    context = binding.open_context({"TLS": "tcp", "NET_DEVICES": "lo"}, one_sided=True)
     source = ctypes.create_string_buffer(b"\x07" * 65536, 65536)
     memory = context.register(ctypes.addressof(source), 65536)
     worker = context.create_worker()
-    endpoint = worker.connect(metadata_of(target).address_on(Lane.TCP))
-    try:
-        key = endpoint.unpack_key(memory.pack_key())
-        endpoint.put([ctypes.addressof(source)], [target.address], [65536], key, None)
-        flush = endpoint.flush()
-        pump(worker, 1.0)
-        assert flush.poll() == IN_PROGRESS or endpoint.failure is not None
-        key.close()
-    except TransportError:
-        pass  # not even connected: as good
+    endpoint = kind(worker, address)
+    key = endpoint.unpack_key(memory.pack_key())
+    endpoint.put([ctypes.addressof(source)], [target_address], [65536], key, None)
+    flush = endpoint.flush()
+    until = time.monotonic() + 0.7
+    while time.monotonic() < until:
+        worker.progress()
+        progress()
+    was_flushed = flush.poll() == OK and endpoint.failure is None
+    flush.release()
+    key.close()
     endpoint.close()
     worker.close()
     memory.close()
     context.close()
+    return was_flushed
+
+
+@pytest.mark.parametrize("kind", [LibucpEndpoint, CarelessEndpoint])
+def test_a_stranger_with_a_valid_key_cannot_put_over_tcp(tcp_cluster: Cluster, kind: type[LibucpEndpoint]) -> None:
+    """F43: the target's context has no RMA, and its address offers no puts."""
+    target = tcp_cluster.start("target")
+    target.send("run", seconds=1.2)
+    assert not put_as_a_stranger(metadata_of(target).address_on(Lane.TCP), kind, target.address, lambda: None)
     target.receive()
     assert target.call("count", value=0) == POOL_NBYTES
     other = tcp_cluster.start("other")
     tcp_cluster.join(target, other)
+
+
+def test_the_check_catches_a_context_whose_address_offers_puts() -> None:
+    """PLANTED: without RMA, but with the puts of UCX's tcp transport: they land."""
+    options = {key: value for key, value in lane_options(Lane.TCP, "127.0.0.1", "cpu").items() if key != "TCP_PUT_ENABLE"}
+    context = LibucpBinding().open_context(options, one_sided=False)
+    worker = context.create_worker()
+    memory = ctypes.create_string_buffer(65536)
+    assert put_as_a_stranger(worker.address(), CarelessEndpoint, ctypes.addressof(memory), worker.progress)
+    assert memory.raw == b"\x07" * 65536
+    worker.close()
+    context.close()
 
 
 def test_metadata_holds_neither_secret_nor_key(cluster: Cluster) -> None:
