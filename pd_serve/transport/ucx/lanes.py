@@ -1,11 +1,11 @@
 """Which lanes there are, how UCX is configured for each, and which one two peers use. Both peers decide alike from the same facts.
 
 One UCX context per lane. The context that listens on tcp has no RMA feature and does not offer puts: UCX applies a put that arrives there
-without any check and can abort the target when the writer dies, so on tcp bytes travel as messages. The contexts with RMA have lanes where a
-put needs nobody on the other side: shared memory that UCX allocated, and RDMA devices.
+without any check and can abort the target when the writer dies, so on tcp bytes travel as messages. The contexts with RMA have lanes where
+a put needs nobody on the other side: shared memory that UCX allocated, and RDMA devices.
 
-What no setting closes: UCX's tcp transport carries out put requests below all features, for whoever forges the capabilities in an address or
-speaks its protocol by hand. So the port must be reachable from the cluster's own hosts only: it is bound to one interface here, and a
+What no setting closes: UCX's tcp transport carries out put requests below all features, for whoever forges the capabilities in an address
+or speaks its protocol by hand. So the port must be reachable from the cluster's own hosts only: it is bound to one interface here, and a
 firewall has to do the rest.
 """
 
@@ -21,8 +21,8 @@ from pathlib import Path
 from pd_serve.errors import ConfigError
 
 SIOCGIFADDR = 0x8915
-KEEPALIVE_INTERVAL = "500ms"
-"""How soon UCX notices a dead shared-memory peer; it tracks the process, a stopped one is not reported."""
+KEEPALIVE_INTERVAL = "1s"
+"""How soon UCX itself notices a dead shared-memory peer (pidfds are sooner); each interval is a wake-up or two, and cold ones are dear."""
 
 
 class Lane(Enum):

@@ -174,6 +174,8 @@ class UcxTransport:
             return False
         node = self._node
         moved = self._deliver()
+        if self._is_closed:
+            return moved  # by the sink
         for port in node.ports:
             rounds = 0
             while rounds < PROGRESS_ROUNDS and port.worker.progress():
