@@ -13,7 +13,7 @@ from tests.cluster import Cluster, running
 
 BLOCK = 16
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 1000]
-MIXED = [[3 * index + 600 + offset for offset in range(9 + 13 * index)] for index in range(10)]
+MIXED = [[3 * index + 600 + offset for offset in range(9 + 13 * index)] for index in range(8)]
 
 
 def _prompt(length: int) -> list[int]:
@@ -24,7 +24,7 @@ async def _answers(cluster: Cluster) -> list[Any]:
     async with httpx.AsyncClient(timeout=240) as client:
 
         async def ask(prompt: list[int]) -> Any:
-            body = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+            body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 2, "ignore_eos": True}
             reply = await client.post(f"{cluster.url}/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
             choice = reply.json()["choices"][0]
