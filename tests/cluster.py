@@ -52,6 +52,7 @@ class Cluster:
     colocated: int = 0
     dtype: str = "float32"
     model: str = "demo"
+    device: str = "cpu"
     settings: dict[str, str] = field(default_factory=dict)
     restart: bool = False
     port: int = field(default_factory=free_port)
@@ -69,7 +70,7 @@ class Cluster:
     def start(self) -> Cluster:
         command = [sys.executable, "-m", "pd_serve.cli", "up", "--json", "--port", str(self.port), "--model", self.model]
         command += ["--prefill", str(self.prefill), "--decode", str(self.decode), "--colocated", str(self.colocated)]
-        command += ["--dtype", self.dtype, "--device", "cpu", "--log-dir", str(self.log_dir)]
+        command += ["--dtype", self.dtype, "--device", self.device, "--log-dir", str(self.log_dir)]
         if self.restart:
             command.append("--restart")
         for key, value in self.settings.items():

@@ -44,11 +44,13 @@ class _Run:
     logits: list[Tensor] = field(default_factory=list)
 
 
-def make_runner(folder: Path, dtype: str, *, block_size: int = 16, num_blocks: int = 256, load_format: str = "auto") -> ModelRunner[Any]:
+def make_runner(
+    folder: Path, dtype: str, *, block_size: int = 16, num_blocks: int = 256, load_format: str = "auto", device: str = "cpu"
+) -> ModelRunner[Any]:
     config = Config(
         model=ModelConfig.model_validate({"dtype": dtype, "load_format": load_format}),
         kv=KVConfig(block_size=block_size, num_blocks=num_blocks),
-        engine=EngineConfig(device="cpu"),
+        engine=EngineConfig.model_validate({"device": device}),
     )
     return load_runner(plan_engine(folder, config), None, MonotonicClock())
 
@@ -74,7 +76,7 @@ def generate(runner: ModelRunner[Any], prompts: Sequence[Sequence[int]], num_tok
         stepped = [run for run in running if run.num_computed >= run.num_prompt]
         stepped += [run for run in running if run.num_computed < run.num_prompt][:1]
         entries = [_entry(index, run, way.chunk) for index, run in enumerate(stepped)]
-        inputs = build_step_inputs(entries, layout.block_size, torch.device("cpu"))
+        inputs = build_step_inputs(entries, layout.block_size, runner.cache.layer(0).device)
         with torch.inference_mode():
             logits = runner.forward(inputs)
         for run, entry in zip(stepped, entries, strict=True):
