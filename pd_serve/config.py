@@ -93,7 +93,6 @@ class RouterConfig(Section):
     worker_timeout_s: float = Field(5.0, gt=0, description="Seconds of silence on a link after which a worker is suspected")
     max_body_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest request body")
     max_n: int = Field(16, ge=1, description="Largest n")
-    processes: int = Field(1, ge=1, description="Router processes on the port")
 
 
 class SecurityConfig(Section):

@@ -91,7 +91,9 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("pd_serve_leases", _G, _W, "Leases by state", ("state",)),
     MetricSpec("pd_serve_blocks", _G, _W, "KV blocks by state", ("state",)),
-    MetricSpec("pd_serve_stale_records_total", _C, _W, "Records and writes of dead leases, refused"),
+    MetricSpec("pd_serve_stale_records_total", _C, _W, "Records of dead leases, refused"),
+    MetricSpec("pd_serve_refused_writes_total", _C, _W, "Writes that no open window allowed, refused (lanes without one-sided writes)"),
+    MetricSpec("pd_serve_malformed_notices_total", _C, _W, "Messages of peers that are no record, dropped"),
     MetricSpec("pd_serve_prefix_cache_hit_tokens_total", _C, _W, "Prompt tokens found in the prefix cache"),
     MetricSpec("pd_serve_computed_tokens_total", _C, _W, "Tokens computed by the engine", ("phase",)),
     MetricSpec("pd_serve_preemptions_total", _C, _W, "Sequences given back to their router under memory pressure"),
@@ -103,7 +105,6 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("pd_serve_joined_peers", _G, _W, "Workers this one can exchange KV with", ("lane",)),
     MetricSpec("pd_serve_peer_bandwidth_bytes_per_second", _G, _W, "Bandwidth of the probe at join", ("peer", "lane")),
     MetricSpec("pd_serve_links", _G, _W, "Routers linked to this worker"),
-    MetricSpec("pd_serve_rank_restarts_total", _C, _W, "Rank processes started again after a crash or a freeze"),
 )
 
 

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from pd_serve.addresses import bound_socket, http_address, require_secret_beyond_loopback
 from pd_serve.clock import MonotonicClock
 from pd_serve.config import Config
-from pd_serve.errors import ConfigError, ModelError, NoWorkerError, PdServeError
+from pd_serve.errors import ModelError, NoWorkerError, PdServeError
 from pd_serve.ids import RouterId
 from pd_serve.model_store import resolve_model
 from pd_serve.observe import Metrics, Side, setup_logging
@@ -50,7 +50,7 @@ BACKLOG = 2048
 def create_app(config: Config, codec: TextCodec | None = None, max_model_len: int = 0) -> FastAPI:
     """The ASGI app of one router. `codec` None: the tokenizer of the configured model, which is fetched or converted if need be.
 
-    Raises ModelError, ConfigError.
+    Raises ModelError.
     """
     if codec is None:
         folder = resolve_model(config.model.id, config.model.cache_dir)
@@ -90,8 +90,6 @@ def serve_router(config: Config) -> int:
     Raises ConfigError before listening beyond loopback without a cluster secret, and ModelError.
     """
     require_secret_beyond_loopback(config.router.host, config.security.cluster_secret)
-    if config.router.processes > 1:
-        raise ConfigError("router.processes above 1 is not supported: run several routers, and name them all in worker.routers")
     observe, secret_values = config.observe, (config.security.cluster_secret, *config.security.api_keys)
     setup_logging(observe.log_level, observe.log_format, "router", secret_values)
     with bound_socket(config.router.host, config.router.port) as listener:

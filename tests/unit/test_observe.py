@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ast
 import json
 import logging
+import re
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
@@ -36,6 +39,24 @@ def test_names_are_unique_and_counters_end_in_total() -> None:
     names = [spec.name for spec in METRICS]
     assert len(set(names)) == len(names)
     assert all(spec.name.endswith("_total") == (spec.kind.value == "counter") for spec in METRICS)
+
+
+def recorded_names() -> set[str]:
+    """Every metric that the code names outside the table."""
+    root = Path(__file__).resolve().parents[2]
+    names: set[str] = set()
+    for package in ("pd_serve", "router", "workers"):
+        for path in (root / package).rglob("*.py"):
+            if path.name == "observe.py":
+                continue
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"pd_serve_[a-z_]+", node.value):
+                    names.add(node.value)
+    return names
+
+
+def test_every_metric_of_the_table_is_recorded_somewhere_and_every_recorded_one_is_in_the_table() -> None:
+    assert recorded_names() == {spec.name for spec in METRICS}
 
 
 def test_record_counts_sets_and_observes() -> None:

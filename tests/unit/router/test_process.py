@@ -11,12 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import httpx
-import pytest
 
-from pd_serve.config import Config, RouterConfig
-from pd_serve.errors import ConfigError
 from pd_serve.protocol.link import Role
-from router.main import serve_router
 from tests.fakes import loopback_listener, write_tokenizer
 from tests.fakes_worker import MockWorker, Script, mock_worker, running
 from tests.unit.router.cluster import completion_body, events_of
@@ -93,8 +89,3 @@ async def test_drain_deadline_ends_streams_with_an_error_event(tmp_path: Path) -
             text += piece
         assert events_of(text)[-1]["error"]["type"] == "server_error"  # type: ignore[index]
         assert await asyncio.wait_for(process.wait(), 5) == 0
-
-
-def test_several_processes_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"worker\.routers"):
-        serve_router(Config(router=RouterConfig(processes=2)))
