@@ -1,8 +1,9 @@
 """The binding to libucp through ctypes: the PyPI libucx wheel, or the system's UCX (RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true).
 
-Interpreter lock: every call releases it, except puts of at most SMALL_PUT_NBYTES, which hold it: on shared memory such a put is a copy
-of a few microseconds made inside the call, and giving the lock away for each would cost a switch interval (5 ms) per put whenever
-another thread computes in Python. Data of queued lanes moves inside `progress`, which releases the lock; message handlers take it back.
+Interpreter lock: every call releases it, except puts of at most SMALL_PUT_NBYTES, which hold it: on shared memory such a put is a copy of
+a few microseconds made inside the call. Beside a thread that computes in Python, 200 puts of 6 KiB took 0.2 ms at the median either way,
+but one batch in ten waited 10 ms (two switch intervals) for the lock when each put gave it away. Data of queued lanes moves inside
+`progress`, which releases the lock; message handlers take it back.
 """
 
 from __future__ import annotations
