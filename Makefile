@@ -18,7 +18,7 @@ help:
 	@echo "make serve       one prefill and one decode worker, the demo model, http://127.0.0.1:8000 (more: ARGS='--decode 2')"
 	@echo "make test        the tests that need no GPU"
 	@echo "make test-long   also the slow ones"
-	@echo "make sim         the simulator over many seeds (more: ARGS='--seeds 10000')"
+	@echo "make sim         the simulator over 100,000 seeds (fewer: ARGS='--seeds 1000'; replay: ARGS='--seed K')"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       the speed report, into bench-results/"
 	@echo "make clean       remove $(VENV) and what the tools left behind"
