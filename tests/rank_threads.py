@@ -15,7 +15,7 @@ from pd_serve.protocol.notify import Completed
 from pd_serve.transport.base import PeerJoined, WriteWindow
 from pd_serve.transport.registry import TransportFactory
 from tests.transport_nodes import POOL_NBYTES, ops, pattern, peer_id, settings_for
-from workers.events import AddPeer, FlushDone, FlushThenNotify, OpenWindow, PushPlan, TransportReported
+from workers.events import AddPeer, FlushDone, FlushThenNotify, OpenWindow, PushPlan, TransportReported, WindowOpened
 from workers.transport_commands import AllocatePool, TransportOutput, TransportReady
 from workers.transport_thread import TransportThread
 
@@ -76,6 +76,7 @@ class Pair:
     def open(self, lease_id: int = 1) -> None:
         window = WriteWindow(LeaseId(lease_id), Epoch(5), self.source.peer, np.array([0]), np.array([POOL_NBYTES]))
         self.target.thread.submit(OpenWindow(window))
+        self.target.expect(WindowOpened, lambda output: output.lease_id == lease_id)
 
     def plan(self, lease_id: int = 1, at: int = 0) -> PushPlan:
         return PushPlan(AttemptId(lease_id), self.lease(lease_id), ops((at, at, CHUNK)), STRIDE, STRIDE, NUM_LAYERS, 0)
