@@ -22,7 +22,7 @@ class ModelConfig(Section):
     max_len: int = Field(0, ge=0, description="Longest prompt + output in tokens; 0: what the model was trained for")
     cache_dir: str = Field("", description="Folder for converted models; empty: the user's cache folder")
     load_format: Literal["auto", "random"] = Field(
-        "auto", description="`random` fills the weights from a seed: benchmarks without a checkpoint"
+        "auto", description="`random` fills the weights from a seed: config.json alone is enough, for benchmarks"
     )
 
 

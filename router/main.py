@@ -38,7 +38,8 @@ from router.policy.base import RoutingSettings
 from router.policy.registry import new_policy
 from router.pool import PoolSettings, WorkerPool
 from router.services import Services
-from router.tokenizer import FolderTokenizer, TextCodec
+from router.stand_in_tokenizer import StandInTokenizer
+from router.tokenizer import TOKENIZER_NAME, FolderTokenizer, TextCodec
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
     """
     if codec is None:
         folder = resolve_model(config.model.id, config.model.cache_dir)
-        codec = FolderTokenizer(folder)
+        codec = new_codec(config, folder)
         max_model_len = max_model_len or trained_max_len(folder)
     if config.model.max_len:
         max_model_len = min(config.model.max_len, max_model_len or config.model.max_len)
@@ -146,6 +147,13 @@ class _QuietServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)
+
+
+def new_codec(config: Config, folder: Path) -> TextCodec:
+    """The folder's tokenizer; where weights are random and there is none, one that stands in. Raises ModelError."""
+    if config.model.load_format == "random" and not (folder / TOKENIZER_NAME).is_file():
+        return StandInTokenizer.of_folder(folder)
+    return FolderTokenizer(folder)
 
 
 def model_name_of(config: Config) -> str:

@@ -19,6 +19,8 @@ from tokenizers import Tokenizer, decoders
 from pd_serve.errors import InvalidRequestError, ModelError
 from pd_serve.protocol.openai import Message
 
+TOKENIZER_NAME = "tokenizer.json"
+
 
 class TextCodec(Protocol):
     """What the router needs of a tokenizer. Safe to call `encode` from several threads."""
@@ -54,9 +56,9 @@ class FolderTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        path = folder / "tokenizer.json"
+        path = folder / TOKENIZER_NAME
         if not path.is_file():
-            raise ModelError(f"{folder} has no tokenizer.json; save it there with transformers' `AutoTokenizer.save_pretrained`")
+            raise ModelError(f"{folder} has no {TOKENIZER_NAME}; save it there with transformers' `AutoTokenizer.save_pretrained`")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises nothing narrower
