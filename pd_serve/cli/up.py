@@ -30,6 +30,7 @@ def launch(sources: Sources, as_json: bool) -> int:
     console = Console(stderr=True, highlight=False)
     machine = Machine(usable_cores(), visible_gpus(os.environ))
     plan = plan_launch(sources, machine, lambda model_id, cache_dir: _resolve_model(console, model_id, cache_dir))
+    _check_models(plan)
     run_dir = _run_dir(plan.config.launch.run_dir)
     view = TerminalView(console, plan, run_dir, as_json)
     with view:
@@ -133,6 +134,14 @@ def _run_dir(configured: str) -> Path:
     except OSError as error:
         raise ConfigError(f"cannot create the folder for logs {folder}: {error.strerror}") from error
     return folder
+
+
+def _check_models(plan: LaunchPlan) -> None:
+    """Raises ModelError: said once and now, not by every worker after its start."""
+    from pd_serve.engine.model_info import describe
+
+    for folder, load_format in {(worker.config.model.id, worker.config.model.load_format) for worker in plan.workers}:
+        describe(Path(folder), has_weights=load_format != "random")
 
 
 def _resolve_model(console: Console, model_id: str, cache_dir: str) -> Path:

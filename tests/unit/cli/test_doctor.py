@@ -13,6 +13,7 @@ from pd_serve.cli.app import run
 from pd_serve.cli.doctor import Finding, State
 from pd_serve.config import Config
 from pd_serve.config_sources import Sources, load_config
+from tests.unit.engine.model_folders import write_checkpoint, write_config
 
 
 def config(*sets: str) -> Config:
@@ -69,12 +70,16 @@ def test_taken_port_is_found() -> None:
     assert "--port" in found.remedy
 
 
-def test_model_folder_without_weights_is_found(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
+def test_model_folder_without_whole_weights_is_found(tmp_path: Path) -> None:
+    write_config(tmp_path)
     assert doctor.check_model(config(f"model.id={tmp_path}")).state is State.FAIL
     assert doctor.check_model(config(f"model.id={tmp_path}", "model.load_format=random")).state is State.OK
     (tmp_path / "model.safetensors").touch()
+    assert "truncated" in doctor.check_model(config(f"model.id={tmp_path}")).detail
+    write_checkpoint(tmp_path)
     assert doctor.check_model(config(f"model.id={tmp_path}")).state is State.OK
+    write_config(tmp_path, architectures=["GPT2LMHeadModel"])
+    assert "GPT2LMHeadModel" in doctor.check_model(config(f"model.id={tmp_path}", "model.load_format=random")).detail
 
 
 def test_listening_beyond_loopback_without_a_secret_is_noted() -> None:
