@@ -59,8 +59,10 @@ def render(url: str, status: RouterStatus) -> RenderableType:
         str(status.queued_requests),
     )
     table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for header in ("worker", "role", "state", *_COUNTS, "KV blocks in use", "peers"):
+    for header in ("worker", "role", "state", *_COUNTS):
         table.add_column(header, justify="right" if header in _COUNTS else "left", no_wrap=True)
+    for header in ("KV blocks in use", "peers"):  # where the terminal is narrow, these go on in a second line
+        table.add_column(header)
     for worker in sorted(status.workers, key=lambda worker: (worker.role.value, worker.id)):
         counts = (worker.running, worker.waiting, worker.prefill_queue_tokens, worker.leases)
         table.add_row(

@@ -71,6 +71,16 @@ def test_table_shows_queues_and_memory(capsys: pytest.CaptureFixture[str], monke
         assert word in text
 
 
+def test_a_narrow_terminal_cuts_no_name_state_or_count(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with serving(answers(STATUS)) as endpoint:
+        assert run(["status", "--once", "--router", endpoint.url]) == 0
+    text = capsys.readouterr().out
+    assert "\u2026" not in text
+    for word in ("decode-0", "ready", "555", "leases", "40/100", "posix"):
+        assert word in text
+
+
 def test_no_workers_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(answers(STATUS.model_copy(update={"workers": (), "model": None}))) as endpoint:
         assert run(["status", "--router", endpoint.url]) == 0
