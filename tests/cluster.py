@@ -64,6 +64,12 @@ class Cluster:
         return f"http://127.0.0.1:{self.port}"
 
     @property
+    def secret_header(self) -> dict[str, str]:
+        """What control routes ask for."""
+        secret = self.settings.get("security.cluster_secret")
+        return {"Authorization": f"Bearer {secret}"} if secret else {}
+
+    @property
     def log(self) -> str:
         return "\n".join(f"==> {path.name}\n{path.read_text(errors='replace')[-6000:]}" for path in sorted(self.log_dir.rglob("*.log")))
 
@@ -111,10 +117,14 @@ class Cluster:
         return all(count >= num_decode for count in joined)
 
     def workers(self) -> list[dict[str, Any]]:
-        reply = httpx.get(f"{self.url}/internal/v1/status", timeout=5)
-        reply.raise_for_status()
-        workers: list[dict[str, Any]] = reply.json()["workers"]
+        workers: list[dict[str, Any]] = self.status()["workers"]
         return workers
+
+    def status(self) -> dict[str, Any]:
+        reply = httpx.get(f"{self.url}/internal/v1/status", headers=self.secret_header, timeout=5)
+        reply.raise_for_status()
+        status: dict[str, Any] = reply.json()
+        return status
 
     def worker(self, role: str, index: int = 0) -> dict[str, Any]:
         return [worker for worker in sorted(self.workers(), key=lambda worker: worker["id"]) if worker["role"] == role][index]
@@ -140,7 +150,7 @@ class Cluster:
         """Nothing is held for any request on any worker or in the router: only the prefix cache keeps blocks."""
 
         def clean() -> bool:
-            status = httpx.get(f"{self.url}/internal/v1/status", timeout=5).json()
+            status = self.status()
             held = status["open_requests"] + status["queued_requests"]
             for worker in status["workers"]:
                 blocks = worker["blocks"]
@@ -151,8 +161,7 @@ class Cluster:
         try:
             wait_until(clean, timeout_s, "every table is empty")
         except AssertionError as error:
-            status = json.dumps(httpx.get(f"{self.url}/internal/v1/status", timeout=5).json(), indent=1)
-            raise AssertionError(f"{error}\n{status}\n{self.log}") from None
+            raise AssertionError(f"{error}\n{json.dumps(self.status(), indent=1)}\n{self.log}") from None
 
     def stop(self) -> None:
         """One Ctrl-C: everything ends cleanly, no process is left."""
