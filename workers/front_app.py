@@ -109,7 +109,7 @@ def build_app(front: FrontControl, cluster_secret: str) -> FastAPI:
 
     @app.get(WORKER_TRACES_PATH, dependencies=control)
     async def traces(limit: Annotated[int, Query(ge=1, le=1024)] = 16) -> Response:
-        return Response(msgspec.json.encode(await front.traces(limit)), media_type="application/json")
+        return Response(msgspec.json.encode({"traces": _named(await front.traces(limit))}), media_type="application/json")
 
     @app.websocket(LINK_PATH)
     async def link(websocket: WebSocket) -> None:
@@ -208,6 +208,12 @@ def _check_router(websocket: WebSocket, cluster_secret: str) -> RouterId:
     if not 0 < len(router_id) <= 128:
         raise RequestError("X-PD-Router must name the router in at most 128 characters")
     return RouterId(router_id)
+
+
+def _named(traces: Traces) -> list[dict[str, object]]:
+    """With the name of every value, which the frames between processes leave out."""
+    asdict = msgspec.structs.asdict
+    return [{**asdict(trace), "layers": [asdict(layer) for layer in trace.layers]} for trace in traces.traces]
 
 
 def _error_response(error: PdServeError) -> JSONResponse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -73,6 +74,25 @@ def test_a_second_request_pushes_only_the_missing_suffix(cluster: Cluster) -> No
     pushed = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total") - before
     assert pushed == (100 - 96) * KV_NBYTES_PER_TOKEN
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
+
+
+def test_a_traced_transfer_runs_while_later_layers_are_computed(cluster: Cluster) -> None:
+    prefill = cluster.worker("prefill")
+    prompt = list(range(5000, 5400))
+    _complete(cluster, prompt, 1)
+    cluster.assert_clean()
+    trace = httpx.get(f"{prefill['address']}/control/traces", params={"limit": 1}).json()["traces"][0]
+    assert trace["num_tokens"] == len(prompt)
+    last_chunk = max(layer["chunk"] for layer in trace["layers"])
+    layers = sorted((layer for layer in trace["layers"] if layer["chunk"] == last_chunk), key=lambda layer: layer["layer"])
+    assert [layer["layer"] for layer in layers] == list(range(30))
+    for layer, following in pairwise(layers):
+        assert layer["kv_written_s"] <= layer["push_start_s"] <= layer["push_end_s"]
+        assert layer["kv_written_s"] < following["kv_written_s"], "layer by layer, as they are computed"
+    hidden = [layer for layer in layers if layer["push_end_s"] < trace["compute_end_s"]]
+    assert len(hidden) > 20, "most layers have arrived when the last has been computed"
+    assert trace["overlap_ratio"] > 0.5
+    assert cluster.metric(prefill["address"], "pd_serve_kv_overlap_ratio_count") >= 1
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2])

@@ -20,6 +20,7 @@ import struct
 import sys
 import time
 
+from pd_serve.ids import AttemptId
 from pd_serve.kv.layout import KVDtype, KVLayout
 from pd_serve.protocol.link import (
     BlockCounts,
@@ -28,6 +29,7 @@ from pd_serve.protocol.link import (
     FinishReason,
     FromRouter,
     GetTrace,
+    LayerTrace,
     LinkDown,
     LinkUp,
     Load,
@@ -45,6 +47,7 @@ from pd_serve.protocol.link import (
     Stop,
     TokenOutput,
     ToRouter,
+    Trace,
     Traces,
     Welcome,
     front_codec,
@@ -129,7 +132,7 @@ def main(spec_path: str) -> None:
                     draining = True
                     next_report = 0.0
                 case GetTrace():
-                    send(Traces(()))
+                    send(Traces((Trace(AttemptId(9), 16, 0.5, 0.6, "posix", 0.75, (LayerTrace(0, 1, 0.1, 0.2, 0.3, 64),)),)))
                 case Stop() if "deaf" not in modes:
                     return
 

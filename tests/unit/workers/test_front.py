@@ -198,7 +198,10 @@ def test_role_is_switched_by_the_rank_and_then_reported(worker: Worker) -> None:
 
 
 def test_traces_come_from_the_rank(worker: Worker) -> None:
-    assert worker.get("/control/traces?limit=3").json() == {"type": "traces", "traces": []}
+    (trace,) = worker.get("/control/traces?limit=3").json()["traces"]
+    layer = {"chunk": 0, "layer": 1, "kv_written_s": 0.1, "push_start_s": 0.2, "push_end_s": 0.3, "nbytes": 64}
+    measures = {"num_tokens": 16, "compute_end_s": 0.5, "flushed_s": 0.6, "lane": "posix", "overlap_ratio": 0.75}
+    assert trace == {"attempt_id": 9, **measures, "layers": [layer]}
     assert worker.get("/control/traces?limit=0").status_code == 422
 
 
