@@ -191,9 +191,14 @@ async def test_openai_client_works(tmp_path: Path) -> None:
         models = await client.models.list()
         assert [model.id for model in models.data] == ["tiny"]
         answer = await client.chat.completions.create(
-            model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=5, logprobs=True
+            model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=5, logprobs=True, top_logprobs=2
         )
         assert answer.choices[0].message.content == "hello"
+        assert answer.choices[0].finish_reason == "length"
+        assert [entry.token for entry in answer.choices[0].logprobs.content] == list("hello")
+        first = answer.choices[0].logprobs.content[0]
+        assert (first.logprob, first.bytes) == (-0.25, [ord("h")])
+        assert [(top.token, top.logprob) for top in first.top_logprobs] == [("h", -0.25), (first.top_logprobs[1].token, -1.25)]
         stream = await client.chat.completions.create(
             model="tiny",
             messages=[{"role": "user", "content": [{"type": "text", "text": "hi"}]}],
@@ -201,15 +206,21 @@ async def test_openai_client_works(tmp_path: Path) -> None:
             max_completion_tokens=5,
             stream_options={"include_usage": True},
         )
-        text, usage = "", None
-        async for chunk in stream:
-            text += "".join(choice.delta.content or "" for choice in chunk.choices)
-            usage = chunk.usage or usage
-        assert text == "hello"
-        assert usage is not None
-        assert usage.completion_tokens == 5
-        old = await client.completions.create(model="tiny", prompt="hi", max_tokens=5, logprobs=2)
-        assert old.choices[0].text == "hello"
+        chunks = [chunk async for chunk in stream]
+        assert "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices) == "hello"
+        assert [choice.finish_reason for chunk in chunks for choice in chunk.choices if choice.finish_reason] == ["length"]
+        *others, last = chunks
+        assert [chunk.usage for chunk in others] == [None] * len(others)
+        assert last.choices == []
+        assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (answer.usage.prompt_tokens, 5)
+        assert last.usage.total_tokens == answer.usage.total_tokens
+        old = await client.completions.create(model="tiny", prompt="hi", max_tokens=100, logprobs=2)
+        assert old.choices[0].text == ANSWER
+        assert old.choices[0].finish_reason == "stop"
+        assert "".join(old.choices[0].logprobs.tokens) == ANSWER
+        assert old.choices[0].logprobs.token_logprobs == [-0.25] * len(ANSWER)
+        assert old.choices[0].logprobs.text_offset == list(range(len(ANSWER)))
+        assert [len(top) for top in old.choices[0].logprobs.top_logprobs] == [2] * len(ANSWER)
         with pytest.raises(openai.NotFoundError):
             await client.chat.completions.create(model="other", messages=[{"role": "user", "content": "hi"}])
         with pytest.raises(openai.BadRequestError) as refused:
