@@ -215,18 +215,22 @@ def _run_worker(role: RoleTable, given: Sources) -> int:
 
 
 @app.command(
-    epilog="Examples:\n\n  pd-serve status                 a live table until Ctrl-C\n\n  pd-serve status --json | jq '.workers[].ready'"
+    epilog="Examples:\n\n"
+    "  pd-serve status                 a live table until Ctrl-C\n\n"
+    "  pd-serve status --json | jq '.workers[].ready'\n\n"
+    "  pd-serve status --config /tmp/pd-serve-up-x/router.toml       where pd-serve up has drawn a secret"
 )
 def status(
     router: RouterOption = DEFAULT_ROUTER,
     json: JsonOption = False,
     once: Annotated[bool, typer.Option("--once", help="Print the table once instead of keeping it up to date")] = False,
     interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks")] = 1.0,
+    config: ConfigOption = None,
 ) -> int:
-    """Show the workers of a router: readiness, queues, KV blocks, lanes."""
+    """Show the workers of a router: readiness, queues, KV blocks, lanes. The cluster's secret comes from the settings."""
     from pd_serve.cli.status import show_status
 
-    return show_status(router, as_json=json, once=once, interval_s=interval)
+    return show_status(router, sources(config, None, ()), as_json=json, once=once, interval_s=interval)
 
 
 @app.command(

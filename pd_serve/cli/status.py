@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import httpx
@@ -14,17 +13,17 @@ from rich.table import Table
 from rich.text import Text
 
 from pd_serve.cli.http import EndpointError, refused, unreachable
-from pd_serve.config_sources import env_name
+from pd_serve.config_sources import Sources, load_config
 from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PeerLaneStatus, RouterStatus, WorkerStatus
 
 _BAR_WIDTH = 6
 _COUNTS = ("run", "wait", "prefill", "leases")
 
 
-def show_status(router: str, as_json: bool, once: bool, interval_s: float) -> int:
-    """Raises EndpointError when the router cannot be asked."""
+def show_status(router: str, sources: Sources, as_json: bool, once: bool, interval_s: float) -> int:
+    """Raises EndpointError when the router cannot be asked, ConfigError for a mistake in the settings."""
     url = router.rstrip("/")
-    secret = os.environ.get(env_name("security.cluster_secret"), "")
+    secret = load_config(sources).security.cluster_secret
     headers = {"Authorization": f"Bearer {secret}"} if secret else {}
     console = Console(highlight=False)
     with httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False) as client:

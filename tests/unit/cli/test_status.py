@@ -62,6 +62,14 @@ def test_json_has_the_names_that_scripts_rely_on(capsys: pytest.CaptureFixture[s
     assert endpoint.authorizations == ["Bearer s"]
 
 
+def test_the_secret_may_come_from_a_settings_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As pd-serve up writes one: where it listens beyond loopback it draws a secret that stands nowhere else."""
+    (tmp_path / "router.toml").write_text('[security]\ncluster_secret = "drawn"\n')
+    with serving(answers(STATUS)) as endpoint:
+        assert run(["status", "--json", "--router", endpoint.url, "--config", str(tmp_path / "router.toml")]) == 0
+    assert endpoint.authorizations == ["Bearer drawn"]
+
+
 def test_table_shows_queues_and_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     with serving(answers(STATUS)) as endpoint:
