@@ -5,6 +5,7 @@ The proof of the whole below the fronts: what is prefilled in one process and de
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import secrets
 import signal
@@ -20,9 +21,10 @@ import pytest
 from pd_serve.config import Config
 from pd_serve.cores import thread_env
 from pd_serve.ids import AttemptId
-from pd_serve.protocol.link import Drain, Fatal, FinishReason, GetTrace, Report, Role, Stop, Traces
+from pd_serve.protocol.link import Drain, Fatal, FinishReason, GetTrace, Peers, PeerStatus, Report, Role, Stop, Traces
 from pd_serve.protocol.sampling import SamplingParams
 from tests.rank_driver import RankDriver, join, open_local, run_pair, tokens_of
+from tests.unit.engine.model_folders import write_config
 from workers.rank_spec import RankSpec
 
 START_S = 120.0
@@ -113,6 +115,43 @@ def test_both_are_empty_afterwards_and_the_transfer_was_measured(ranks: tuple[Ra
     assert trace.num_tokens == 100
     assert trace.lane == "posix"
     assert sum(layer.nbytes for layer in trace.layers) == 100 * 30 * 2 * 3 * 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("transport", "joined", "said"),
+    [
+        ({"lanes": "tcp", "binding": "libucp"}, True, "tcp"),
+        ({"lanes": "shm", "min_bandwidth": 1e15}, False, "the least allowed is 1e+15"),
+        ({"lanes": "shm", "binding": "ucxpy"}, None, "ucx-py"),
+    ],
+    ids=["lane", "floor", "binding"],
+)
+def test_transport_settings_reach_the_transport(tmp_path: Path, transport: dict[str, Any], joined: bool | None, said: str) -> None:
+    model = write_config(tmp_path / "model")
+    sections = {"model": {"id": str(model), "load_format": "random"}, "transport": transport}
+    ranks = [RankUnderTest(tmp_path, name, Role.BOTH, **sections) for name in "pd"]
+    try:
+        if joined is None:
+            assert said in _fatal_or_skip(ranks[0])
+            return
+        infos = tuple(rank.driver.wait_ready() for rank in ranks)
+        for rank in ranks:
+            rank.driver.tell(Peers(infos))
+        status = ranks[0].driver.wait(PeerStatus, lambda status: any(state.joined or state.detail for state in status.states))
+        (state,) = status.states
+        assert state.joined is joined
+        assert said in (state.lane if joined else state.detail)
+        assert not state.one_sided
+    finally:
+        for rank in ranks:
+            rank.close()
+
+
+def _fatal_or_skip(rank: RankUnderTest) -> str:
+    """What a rank says of a binding that is not installed here."""
+    if importlib.util.find_spec("ucp") is not None:
+        pytest.skip("ucx-py is installed: nothing to refuse")
+    return rank.driver.wait_rank(Fatal).message
 
 
 def test_ctrl_c_does_not_end_a_rank_but_drain_and_stop_do(tmp_path: Path) -> None:
