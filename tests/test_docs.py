@@ -11,6 +11,7 @@ import pytest
 
 from pd_serve.config_sources import env_name, known_keys
 from pd_serve.observe import METRICS
+from pd_serve.wire import PROTOCOL_VERSION
 from tests.docs_reference import DOCS, TABLES, rewritten
 
 ROOT = DOCS.parent
@@ -95,6 +96,10 @@ def test_every_environment_variable_the_code_reads_is_documented() -> None:
     assert {"OPENAI_API_KEY", "CUDA_VISIBLE_DEVICES"} <= found
     for name in found:
         assert f"`{name}`" in text, name
+
+
+def test_changelog_names_the_protocol_version() -> None:
+    assert f"Protocol version: {PROTOCOL_VERSION} " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)

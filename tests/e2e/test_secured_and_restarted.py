@@ -17,6 +17,7 @@ import pytest
 from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
+from pd_serve.wire import PROTOCOL_VERSION
 from tests.cluster import Cluster, running, wait_until
 from tests.unit.engine.model_folders import write_config
 
@@ -80,7 +81,10 @@ def test_links_and_control_need_the_secret_and_probes_need_nothing(cluster: Clus
                 reply = httpx.request(method, f"{address}/control/{path}", content=content, headers=headers)
                 assert reply.status_code == 401, (path, reply.text)
             with pytest.raises(InvalidStatus) as refused:
-                connect(f"{address.replace('http', 'ws')}/link", additional_headers=headers | {"X-PD-Router": "r", "X-PD-Protocol": "1"})
+                connect(
+                    f"{address.replace('http', 'ws')}/link",
+                    additional_headers=headers | {"X-PD-Router": "r", "X-PD-Protocol": str(PROTOCOL_VERSION)},
+                )
             assert refused.value.response.status_code == 401
     for address in (cluster.url, *addresses):
         for path in ("health", "ready", "metrics"):

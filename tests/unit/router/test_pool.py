@@ -16,6 +16,7 @@ from pd_serve.observe import Metrics
 from pd_serve.protocol.client import ControlClient, LinkSettings, open_link
 from pd_serve.protocol.control import RegisterWorker
 from pd_serve.protocol.link import Peers, Role
+from pd_serve.wire import PROTOCOL_VERSION
 from router.pool import PoolSettings, WorkerPool
 from tests.fakes import kv_layout, loopback_listener, peer_info, serving, welcome
 from tests.fakes_worker import MockWorker, mock_worker, running
@@ -46,7 +47,7 @@ async def test_link_introduces_the_router() -> None:
     async with running(worker) as address, following(new_pool(), address) as pool:
         await until(lambda: pool.workers, "linked")
     assert worker.headers["x-pd-router"] == "r"
-    assert worker.headers["x-pd-protocol"] == "1"
+    assert worker.headers["x-pd-protocol"] == str(PROTOCOL_VERSION)
     assert worker.headers["authorization"] == "Bearer hush"
 
 
