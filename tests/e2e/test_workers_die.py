@@ -10,11 +10,11 @@ import pytest
 
 from tests.cluster import Cluster, running
 
-PROMPTS = [[400 + index * 11 + offset for offset in range(40 + index * 3)] for index in range(24)]
+PROMPTS = [[400 + index * 11 + offset for offset in range(40 + index * 3)] for index in range(16)]
 
 
 async def _ask(client: httpx.AsyncClient, cluster: Cluster, prompt: list[int]) -> str:
-    body = {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 20, "temperature": 0, "ignore_eos": True}
     reply = await client.post(f"{cluster.url}/v1/completions", json=body)
     assert reply.status_code == 200, reply.text
     text: str = reply.json()["choices"][0]["text"]
