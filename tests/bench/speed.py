@@ -137,8 +137,8 @@ def draw_overlap(trace: dict[str, Any], path: Path) -> None:
     ends = [layer["kv_written_s"] for layer in ordered[1:]] + [trace["compute_end_s"]]
     for layer, end in zip(ordered, ends, strict=True):
         axes.barh(layer["layer"] + 0.2, 1e3 * (end - layer["kv_written_s"]), 0.35, 1e3 * layer["kv_written_s"], color="#4878a8")
-        width = max(1e3 * (layer["push_end_s"] - layer["push_start_s"]), 0.8)
-        axes.barh(layer["layer"] - 0.2, width, 0.35, 1e3 * layer["push_start_s"], color="#d9822b")
+        width = max(1e3 * (layer["push_end_s"] - layer["push_start_s"]), 2e-3 * 1e3 * trace["compute_end_s"])
+        axes.barh(layer["layer"] - 0.2, width, 0.6, 1e3 * layer["push_start_s"], color="#d9822b", zorder=3)
     axes.axvline(1e3 * trace["compute_end_s"], color="black", linestyle=":")
     axes.set(xlabel="milliseconds since the first layer's KV", ylabel="layer")
     axes.set_title(
