@@ -102,7 +102,13 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("pd_serve_running_sequences", _G, _W, "Sequences in the batch"),
     MetricSpec("pd_serve_waiting_sequences", _G, _W, "Sequences waiting inside the worker"),
     MetricSpec("pd_serve_prefill_queue_tokens", _G, _W, "Prompt tokens accepted and not yet computed"),
-    MetricSpec("pd_serve_joined_peers", _G, _W, "Workers this one can exchange KV with", ("lane",)),
+    MetricSpec(
+        "pd_serve_joined_peers",
+        _G,
+        _W,
+        "Workers this one can exchange KV with; path of its writes: one_sided or messages",
+        ("lane", "path"),
+    ),
     MetricSpec("pd_serve_peer_bandwidth_bytes_per_second", _G, _W, "Bandwidth of the probe at join", ("peer", "lane")),
     MetricSpec("pd_serve_links", _G, _W, "Routers linked to this worker"),
 )

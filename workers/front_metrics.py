@@ -46,8 +46,8 @@ class FrontMetrics:
     def _take_peers(self, peers: Sequence[PeerState]) -> None:
         self._metrics.clear("pd_serve_joined_peers")
         self._metrics.clear("pd_serve_peer_bandwidth_bytes_per_second")
-        for lane, count in Counter(state.lane for state in peers if state.joined).items():
-            self._metrics.record("pd_serve_joined_peers", count, lane)
+        for (lane, path), count in Counter((state.lane, _path(state)) for state in peers if state.joined).items():
+            self._metrics.record("pd_serve_joined_peers", count, lane, path)
         for state in peers:
             if state.joined:
                 self._metrics.record("pd_serve_peer_bandwidth_bytes_per_second", state.bandwidth, str(state.peer.worker_id), state.lane)
@@ -60,3 +60,7 @@ class FrontMetrics:
                 if sample.metric not in self._unknown:
                     self._unknown.add(sample.metric)
                     _log.error("dropping samples of the rank: %s", error)
+
+
+def _path(state: PeerState) -> str:
+    return "one_sided" if state.one_sided else "messages"

@@ -95,6 +95,38 @@ def test_a_traced_transfer_runs_while_later_layers_are_computed(cluster: Cluster
     assert cluster.metric(prefill["address"], "pd_serve_kv_overlap_ratio_count") >= 1
 
 
+def test_what_a_request_did_can_be_read_from_the_metrics(cluster: Cluster) -> None:
+    prompt = list(range(7000, 7100))
+    for _ in range(2):
+        _complete(cluster, prompt, 4)
+    cluster.assert_clean()
+    prefill, decode = cluster.worker("prefill"), cluster.worker("decode")
+    lane = prefill["peers"][0]["lane"]
+    for address, name, labels in (
+        (prefill["address"], "pd_serve_kv_transfer_bytes_total", {"lane": lane}),
+        (prefill["address"], "pd_serve_kv_transfer_seconds_count", {}),
+        (prefill["address"], "pd_serve_kv_overlap_ratio_count", {}),
+        (prefill["address"], "pd_serve_computed_tokens_total", {"phase": "prefill"}),
+        (prefill["address"], "pd_serve_joined_peers", {"lane": lane, "path": "one_sided"}),
+        (prefill["address"], "pd_serve_peer_bandwidth_bytes_per_second", {"lane": lane}),
+        (decode["address"], "pd_serve_computed_tokens_total", {"phase": "decode"}),
+        (decode["address"], "pd_serve_handover_seconds_count", {}),
+        (decode["address"], "pd_serve_prefix_cache_hit_tokens_total", {}),
+        (decode["address"], "pd_serve_blocks", {"state": "cached"}),
+        (decode["address"], "pd_serve_step_seconds_count", {}),
+        (decode["address"], "pd_serve_links", {}),
+        (cluster.url, "pd_serve_time_to_first_token_seconds_count", {}),
+        (cluster.url, "pd_serve_inter_token_latency_seconds_count", {}),
+        (cluster.url, "pd_serve_request_seconds_count", {}),
+        (cluster.url, "pd_serve_requests_total", {"code": "200"}),
+        (cluster.url, "pd_serve_routing_decisions_total", {"kind": "disaggregated"}),
+        (cluster.url, "pd_serve_linked_workers", {"role": "decode"}),
+    ):
+        assert cluster.metric(address, name, **labels) > 0, (address, name, labels)
+    text = httpx.get(f"{decode['address']}/metrics").text
+    assert all(f'pd_serve_leases{{state="{state}"}} 0.0' in text for state in ("granted", "quarantined"))
+
+
 @pytest.mark.parametrize("max_tokens", [1, 2])
 def test_the_first_token_can_be_the_last(cluster: Cluster, max_tokens: int) -> None:
     reply = _complete(cluster, "One two three", max_tokens)

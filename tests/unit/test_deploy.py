@@ -5,7 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +127,35 @@ def test_start_order_is_free_and_stopping_leaves_time_to_drain(path: Path) -> No
             deadline = load_config(Sources(env=service["environment"])).worker.drain_deadline_s
             assert int(service["stop_grace_period"].removesuffix("s")) > deadline + 5
             assert service["restart"] == "unless-stopped"
+
+
+@pytest.mark.parametrize("path", COMPOSE_FILES, ids=lambda path: path.stem)
+def test_health_checks_tell_a_sound_process_from_a_sick_one(path: Path) -> None:
+    """The commands themselves, run against a stand-in on another port."""
+    asked: list[str] = []
+    statuses = iter([200, 503] * 3)
+
+    class StandIn(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            asked.append(self.path)
+            self.send_response(next(statuses))
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), StandIn) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, service in services(path, env_example()).items():
+            if name == "room":
+                continue
+            kind, program, option, code = service["healthcheck"]["test"]
+            assert (kind, program, option) == ("CMD", "python", "-c")
+            code = re.sub(r"127\.0\.0\.1:\d+", f"127.0.0.1:{server.server_port}", code)
+            codes = [subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode for _ in range(2)]
+            assert codes == [0, 1], name
+            assert set(asked) == {"/ready" if name == "router" else "/health"}
+            asked.clear()
+        server.shutdown()
 
 
 def test_counts_come_from_the_env_file() -> None:

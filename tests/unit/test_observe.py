@@ -75,11 +75,11 @@ def test_record_counts_sets_and_observes() -> None:
 def test_clear_forgets_labelled_children() -> None:
     registry = CollectorRegistry()
     metrics = Metrics(registry)
-    metrics.record("pd_serve_joined_peers", 2, "tcp")
+    metrics.record("pd_serve_joined_peers", 2, "tcp", "messages")
     metrics.clear("pd_serve_joined_peers")
-    assert registry.get_sample_value("pd_serve_joined_peers", {"lane": "tcp"}) is None
-    metrics.record("pd_serve_joined_peers", 1, "tcp")
-    assert registry.get_sample_value("pd_serve_joined_peers", {"lane": "tcp"}) == 1
+    assert registry.get_sample_value("pd_serve_joined_peers", {"lane": "tcp", "path": "messages"}) is None
+    metrics.record("pd_serve_joined_peers", 1, "tcp", "messages")
+    assert registry.get_sample_value("pd_serve_joined_peers", {"lane": "tcp", "path": "messages"}) == 1
 
 
 def test_unknown_metric_and_wrong_labels_are_refused() -> None:

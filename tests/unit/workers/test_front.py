@@ -143,7 +143,7 @@ def test_health_readiness_and_metrics_need_no_secret(worker: Worker) -> None:
     assert 'pd_serve_blocks{state="used"} 5.0' in text
     assert 'pd_serve_leases{state="granted"} 1.0' in text
     assert "pd_serve_handover_seconds_count" in text
-    assert 'pd_serve_joined_peers{lane="posix"} 1.0' in text
+    assert 'pd_serve_joined_peers{lane="posix",path="one_sided"} 1.0' in text
 
 
 @pytest.mark.parametrize(
