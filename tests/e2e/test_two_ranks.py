@@ -129,7 +129,7 @@ def test_both_are_empty_afterwards_and_the_transfer_was_measured(ranks: tuple[Ra
 def test_transport_settings_reach_the_transport(tmp_path: Path, transport: dict[str, Any], joined: bool | None, said: str) -> None:
     model = write_config(tmp_path / "model")
     sections = {"model": {"id": str(model), "load_format": "random"}, "transport": transport}
-    ranks = [RankUnderTest(tmp_path, name, Role.BOTH, **sections) for name in "pd"]
+    ranks = [RankUnderTest(tmp_path, name, Role.BOTH, **sections) for name in ("p" if joined is None else "pd")]
     try:
         if joined is None:
             assert said in _fatal_or_skip(ranks[0])
