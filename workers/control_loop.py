@@ -60,6 +60,9 @@ _log = logging.getLogger(__name__)
 LAST_WORDS_S = 1.0
 """Seconds that a front which does not read is waited for at the end."""
 
+_REPORT_SLACK = 0.1
+"""Share of its interval by which a report may be early."""
+
 RankMessage = TransportOutput | StepDone | StepFailed | EngineFailed
 """What the other threads put into the inbox."""
 
@@ -185,12 +188,15 @@ class ControlLoop:
                     self._transport.submit(action)
 
     def _report_if_due(self) -> None:
-        """At every interval, and at once when a worker becomes idle: whoever drains it waits for that."""
+        """At every interval, and at once when a worker becomes idle: whoever drains it waits for that.
+
+        Woken for something else shortly before, it is sent too: an idle worker wakes once for its report and its load.
+        """
         now = self._clock.now()
         is_idle = self._machine.is_idle
         became_idle = is_idle and not self._was_idle
         self._was_idle = is_idle
-        if now < self._report_at and not became_idle:
+        if now < self._report_at - _REPORT_SLACK * self._report_interval_s and not became_idle:
             return
         self._report_at = now + self._report_interval_s
         machine = self._machine

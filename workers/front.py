@@ -12,6 +12,7 @@ The rank never outlives this process (front_rank.py). Started by `pd-serve prefi
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -61,6 +62,8 @@ LOADING_STOP_GRACE_S = 1.0
 LAST_FRAMES_S = 1.0
 """Seconds in which the last frames of a rank that has ended are read."""
 TRACES_TIMEOUT_S = 5.0
+_DATE_HEADER_S = 1.0
+"""Seconds between two renewals of the Date header."""
 LISTEN_BACKLOG = 256
 
 
@@ -90,7 +93,9 @@ class Front:
         self._links = Links()
         self._metrics = FrontMetrics()
         secret = config.security.cluster_secret
-        self._registrars = tuple(Registrar(url, secret, worker.heartbeat_s, self.view.registration) for url in worker.routers)
+        self._registrars = tuple(
+            Registrar(url, secret, worker.heartbeat_s, self.view.registration, self._links.has_router) for url in worker.routers
+        )
         self._ready = asyncio.Event()
         self._reported = asyncio.Event()
         self._drain_asked = asyncio.Event()
@@ -127,7 +132,7 @@ class Front:
             self._links.close_all("the worker is stopping")
             self._rank.close()
             await _cancel(*helpers)
-            server.should_exit = True
+            server.stop()
             await serving
 
     async def _live(self, serving: asyncio.Task[None]) -> int:
@@ -258,6 +263,7 @@ class Front:
     def close_link(self, link: Link, reason: str) -> None:
         self._links.remove(link, reason)
         self._rank.send(LinkDown(link.link_id))
+        self._tell_routers()
         _log.info("link %d of router %s ended: %s", link.link_id, link.router_id, link.closed)
 
     def drain(self, deadline_s: float) -> None:
@@ -296,7 +302,20 @@ class Front:
 
 
 class _Server(uvicorn.Server):
-    """Leaves the signals to the front."""
+    """Leaves the signals to the front, and sleeps longer than uvicorn's tenth of a second between two looks at the clock."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._stop_asked = asyncio.Event()
+
+    def stop(self) -> None:
+        self.should_exit = True
+        self._stop_asked.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_asked.wait(), _DATE_HEADER_S)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)

@@ -80,6 +80,10 @@ class Links:
     def __iter__(self) -> Iterator[Link]:
         return iter(tuple(self._links.values()))
 
+    def has_router(self, router_id: RouterId) -> bool:
+        """A live link of this router is here."""
+        return any(link.router_id == router_id and link.closed is None for link in self._links.values())
+
     def open(self, router_id: RouterId) -> Link:
         for link in self:
             if link.router_id == router_id:

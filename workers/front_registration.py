@@ -1,6 +1,7 @@
 """Heartbeats of a worker to one router: how a router, new or restarted, learns of its workers. One task per URL in the front's loop.
 
-A router that is down is normal (any start order, any restart): said once when it goes and once when it is back.
+A router that is down is normal (any start order, any restart): said once when it goes and once when it is back. While the router
+holds a link the link speaks for the worker, so heartbeats are rare then; the front hastens one when a link ends.
 """
 
 from __future__ import annotations
@@ -13,20 +14,33 @@ from collections.abc import Callable
 import httpx
 from pydantic import ValidationError
 
+from pd_serve.ids import RouterId
 from pd_serve.protocol.control import REGISTER_PATH, Registered, RegisterWorker
 
 _log = logging.getLogger(__name__)
 _REQUEST_TIMEOUT_S = 5.0
+_LINKED_HEARTBEATS = 10
+"""While linked, one heartbeat of so many is made."""
 
 
 class Registrar:
-    """Registers every `heartbeat_s`, and at once when `changed` is set."""
+    """Registers every `heartbeat_s` (rarely while linked), and at once when hastened."""
 
-    def __init__(self, router_url: str, cluster_secret: str, heartbeat_s: float, current: Callable[[], RegisterWorker]) -> None:
+    def __init__(
+        self,
+        router_url: str,
+        cluster_secret: str,
+        heartbeat_s: float,
+        current: Callable[[], RegisterWorker],
+        is_linked: Callable[[RouterId], bool],
+    ) -> None:
         self._url = router_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {cluster_secret}"} if cluster_secret else {}
         self._heartbeat_s = heartbeat_s
         self._current = current
+        self._is_linked = is_linked
+        self._router_id: RouterId | None = None
+        """As the router called itself when it last answered."""
         self._trouble = ""
         self._wake = asyncio.Event()
 
@@ -40,8 +54,12 @@ class Registrar:
             while True:
                 self._note(await self._register(client))
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._wake.wait(), self._heartbeat_s)
+                    await asyncio.wait_for(self._wake.wait(), self._interval_s())
                 self._wake.clear()
+
+    def _interval_s(self) -> float:
+        is_linked = not self._trouble and self._router_id is not None and self._is_linked(self._router_id)
+        return self._heartbeat_s * (_LINKED_HEARTBEATS if is_linked else 1)
 
     async def _register(self, client: httpx.AsyncClient) -> str:
         """What went wrong, in words; empty when the router took the registration."""
@@ -54,7 +72,7 @@ class Registrar:
         if reply.status_code != httpx.codes.OK:
             return f"refused this worker with {reply.status_code}: {reply.text[:300]}"
         try:
-            Registered.model_validate_json(reply.content)
+            self._router_id = RouterId(Registered.model_validate_json(reply.content).router_id)
         except ValidationError:
             return f"answered a registration with something else: {reply.text[:120]!r}"
         return ""
