@@ -78,21 +78,23 @@ def test_a_second_request_pushes_only_the_missing_suffix(cluster: Cluster) -> No
 
 def test_a_traced_transfer_runs_while_later_layers_are_computed(cluster: Cluster) -> None:
     prefill = cluster.worker("prefill")
-    prompt = list(range(5000, 5400))
+    prompt = list(range(5000, 7000))
     _complete(cluster, prompt, 1)
     cluster.assert_clean()
     trace = httpx.get(f"{prefill['address']}/control/traces", params={"limit": 1}).json()["traces"][0]
     assert trace["num_tokens"] == len(prompt)
-    last_chunk = max(layer["chunk"] for layer in trace["layers"])
-    layers = sorted((layer for layer in trace["layers"] if layer["chunk"] == last_chunk), key=lambda layer: layer["layer"])
-    assert [layer["layer"] for layer in layers] == list(range(30))
-    for layer, following in pairwise(layers):
-        assert layer["kv_written_s"] <= layer["push_start_s"] <= layer["push_end_s"]
-        assert layer["kv_written_s"] < following["kv_written_s"], "layer by layer, as they are computed"
-    hidden = [layer for layer in layers if layer["push_end_s"] < trace["compute_end_s"]]
-    assert len(hidden) > 20, "most layers have arrived when the last has been computed"
+    pushes = trace["layers"]
+    num_chunks = 1 + max(push["chunk"] for push in pushes)
+    assert num_chunks > 1
+    assert [(push["chunk"], push["layer"]) for push in pushes] == [(chunk, layer) for chunk in range(num_chunks) for layer in range(30)]
+    for push, following in pairwise(pushes):
+        assert push["kv_written_s"] <= push["push_start_s"] <= push["push_end_s"]
+        assert push["kv_written_s"] < following["kv_written_s"], "layer by layer, as they are computed"
+    behind_compute = [push["push_end_s"] < trace["compute_end_s"] for push in pushes]
+    assert behind_compute[0]
+    assert sum(behind_compute) > 0.9 * len(pushes), "nearly all layers have arrived when the last has been computed"
     assert trace["overlap_ratio"] > 0.5
-    assert cluster.metric(prefill["address"], "pd_serve_kv_overlap_ratio_count") >= 1
+    assert sum(push["nbytes"] for push in pushes) == len(prompt) * KV_NBYTES_PER_TOKEN
 
 
 def test_what_a_request_did_can_be_read_from_the_metrics(cluster: Cluster) -> None:
