@@ -99,8 +99,8 @@ async def time_to_first_token(disaggregated: Cluster, colocated: Cluster, rounds
         for length in LENGTHS:
             task = progress.add_task(f"TTFT at {length} tokens", total=rounds * 2)
             seconds: dict[str, list[float]] = {name: [] for name in arms}
-            for _ in range(rounds):
-                for name, cluster in arms.items():
+            for turn in range(rounds):
+                for name, cluster in list(arms.items())[:: 1 if turn % 2 else -1]:
                     seconds[name].append((await stream(client, cluster, fresh_prompt(length), 4))[0])
                     progress.advance(task)
             medians = {name: statistics.median(values) for name, values in seconds.items()}
