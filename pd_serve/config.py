@@ -71,7 +71,9 @@ class WorkerConfig(Section):
     routers: tuple[str, ...] = Field(("http://127.0.0.1:8000",), description="Routers to register at")
     heartbeat_s: float = Field(1.0, gt=0, description="Seconds between registrations")
     load_interval_s: float = Field(0.1, gt=0, description="Least seconds between two load frames")
-    report_interval_s: float = Field(1.0, gt=0, description="Seconds between reports of rank to front; five missed: unhealthy")
+    report_interval_s: float = Field(
+        2.0, gt=0, description="Seconds between reports of an idle rank to its front and routers; three missed: unhealthy"
+    )
     drain_deadline_s: float = Field(30.0, ge=0, description="Seconds that SIGTERM gives running requests")
     quarantine_retry_s: float = Field(1.0, gt=0, description="Seconds between two Abandon notices for a quarantined lease")
 

@@ -62,6 +62,8 @@ LAST_WORDS_S = 1.0
 
 _REPORT_SLACK = 0.1
 """Share of its interval by which a report may be early."""
+_BUSY_REPORT_S = 0.5
+"""Longest interval of a rank that has work: how old its metrics may be."""
 
 RankMessage = TransportOutput | StepDone | StepFailed | EngineFailed
 """What the other threads put into the inbox."""
@@ -195,10 +197,12 @@ class ControlLoop:
         now = self._clock.now()
         is_idle = self._machine.is_idle
         became_idle = is_idle and not self._was_idle
+        if self._was_idle and not is_idle:
+            self._report_at = min(self._report_at, now + _BUSY_REPORT_S)
         self._was_idle = is_idle
         if now < self._report_at - _REPORT_SLACK * self._report_interval_s and not became_idle:
             return
-        self._report_at = now + self._report_interval_s
+        self._report_at = now + (self._report_interval_s if is_idle else min(self._report_interval_s, _BUSY_REPORT_S))
         machine = self._machine
         self._front.send(Report(machine.load(), machine.peer_states(), machine.leases_by_state(), self._samples.take(), is_idle))
 

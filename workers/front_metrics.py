@@ -20,15 +20,20 @@ class FrontMetrics:
     def __init__(self) -> None:
         self._metrics = Metrics(CollectorRegistry(), Side.WORKER)
         self._unknown: set[str] = set()
+        self._latest: tuple[Report, int] | None = None
 
     def take(self, report: Report, num_links: int) -> None:
-        self._take_load(report.load, report.leases_by_state)
-        self._take_peers(report.peers)
-        self._metrics.record("pd_serve_links", num_links)
+        """Samples count at once; what a report says of the present is kept until somebody asks."""
         self._take_samples(report.samples)
+        self._latest = (report, num_links)
 
     def render(self) -> bytes:
         """Prometheus text format."""
+        if self._latest is not None:
+            report, num_links = self._latest
+            self._take_load(report.load, report.leases_by_state)
+            self._take_peers(report.peers)
+            self._metrics.record("pd_serve_links", num_links)
         return generate_latest(self._metrics.registry)
 
     def _take_load(self, load: Load, leases_by_state: Sequence[tuple[str, int]]) -> None:

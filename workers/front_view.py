@@ -13,7 +13,7 @@ from pd_serve.ids import Incarnation, WorkerId
 from pd_serve.protocol.control import BlockStatus, PeerLaneStatus, RegisterWorker, WorkerStatus
 from pd_serve.protocol.link import BlockCounts, Load, PeerState, Report, Role, Welcome
 
-MISSED_REPORTS = 5
+MISSED_REPORTS = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -197,7 +197,7 @@ class Rank:
             hard_fence_after_s=config.transport.hard_fence_after_s,
             rejoin_after_s=config.worker.heartbeat_s,
             load_interval_s=config.worker.load_interval_s,
-            heartbeat_s=config.worker.heartbeat_s,
+            heartbeat_s=config.worker.report_interval_s,
             kv_digest=kv_digest,
         )
         scheduler = SchedulerSettings(

@@ -32,7 +32,7 @@ def test_loading_is_healthy_however_long_it_takes_and_not_ready() -> None:
     assert view.registration().ready is False
 
 
-def test_five_missed_reports_are_a_frozen_engine_and_one_more_mends_it() -> None:
+def test_missed_reports_are_a_frozen_engine_and_one_more_mends_it() -> None:
     clock = VirtualClock()
     view = FrontView(IDENTITY, INTERVAL_S, clock)
     view.take_welcome(welcome())
