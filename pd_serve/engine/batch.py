@@ -13,6 +13,8 @@ from pd_serve.protocol.sampling import SamplingParams, TokenLogprobs
 
 
 class Phase(Enum):
+    """Which kernels compute a token: the client's prompt is prefilled, what was generated is decoded, also when it is computed again."""
+
     PREFILL = "prefill"
     DECODE = "decode"
 
@@ -46,14 +48,14 @@ class BatchEntry:
     block_table: tuple[int, ...]
     """Physical block of each logical block, long enough for the last position."""
     sample: SampleSpec | None
-    """None for a prefill chunk that is not the prompt's last."""
+    """None where more of the prompt, or of what was generated before a move, is still to be computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
     step_id: int
     entries: tuple[BatchEntry, ...]
-    """Decode entries first, then prefill chunks."""
+    """Decoding sequences first, then chunks of prompts."""
     has_push: bool = False
     """Some entry is pushed layer by layer: the runner must call on_layer."""
 

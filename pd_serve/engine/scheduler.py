@@ -11,6 +11,9 @@ and write them, and then they go back only when that step has ended.
 When blocks run out, a decoding sequence preempts younger ones, youngest first, and never an older one: then it skips the step instead. A
 prompt that lacks blocks just waits, since other holders (decoding sequences, transfers being flushed) end by themselves; only where nothing
 else can move is the youngest preempted for it. So the oldest always gets on, and nothing deadlocks.
+
+A moved request comes with what it has generated. That is computed again in the decode phase, as it was at first, some tokens per step:
+prefill kernels would round otherwise, and the request would not go on as it would have.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from pd_serve.engine.sequence import Sequence, SequenceKind, StopRules
 from pd_serve.ids import AttemptId
 from pd_serve.kv.block_pool import BlockPool
 from pd_serve.protocol.link import FinishReason, TokenOutput
+
+MAX_REPLAYED_TOKENS = 32
+"""Generated tokens of one moved sequence computed again in one step: each gathers its whole context, as a decoding sequence does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +149,9 @@ class Scheduler:
                 break
             if sequence.attempt_id not in self._prompts:
                 continue
-            count = plan.chunk_len(sequence)
+            phase, count = plan.chunk(sequence)
             if self._grow(sequence, sequence.num_computed_tokens + count, plan):
-                plan.add(sequence, Phase.PREFILL, count)
+                plan.add(sequence, phase, count)
         if not plan.entries and not plan.preempted and plan.num_lacking:
             self._preempt_last_resort(plan)
         return self._decide(step_id, plan)
@@ -169,9 +175,9 @@ class Scheduler:
                 finished = sequence.append(item.token_id, self.rules)
                 if sequence.kind is SequenceKind.PREFILL_ONLY:
                     finished = None
-                first_local = entry.phase is Phase.PREFILL
-                token = TokenOutput(attempt_id, item.token_id, finished, item.logprobs, sequence.num_cached_tokens if first_local else -1)
-            update = SequenceUpdate(attempt_id, sequence, token, finished, entry.sample is not None and entry.phase is Phase.PREFILL)
+                num_cached = -1 if sequence.prompt_done else sequence.num_cached_tokens
+                token = TokenOutput(attempt_id, item.token_id, finished, item.logprobs, num_cached)
+            update = SequenceUpdate(attempt_id, sequence, token, finished, entry.sample is not None and not sequence.prompt_done)
             self._move_on(update)
             updates.append(update)
         self._end_step()
@@ -299,8 +305,13 @@ class _StepPlan:
     def includes(self, sequence: Sequence) -> bool:
         return sequence.attempt_id in self._included
 
-    def chunk_len(self, sequence: Sequence) -> int:
-        return min(sequence.num_uncomputed_tokens, self._budget, self._chunk)
+    def chunk(self, sequence: Sequence) -> tuple[Phase, int]:
+        """The next tokens to compute of a sequence that does not decode yet: of its prompt, or of what earlier attempts generated."""
+        limit = min(self._budget, self._chunk)
+        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
+        if num_left > 0:
+            return Phase.PREFILL, min(num_left, limit)
+        return Phase.DECODE, min(sequence.num_uncomputed_tokens, limit, MAX_REPLAYED_TOKENS)
 
     def add(self, sequence: Sequence, phase: Phase, count: int) -> None:
         start = sequence.num_computed_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ class StepInputs:
 
     num_tokens: int
     num_decode_rows: int
-    """Rows of decode entries, which come first."""
+    """Rows of tokens in the decode phase, which come first."""
     token_ids: Tensor
     """[num_rows] int64"""
     positions: Tensor
@@ -29,30 +29,31 @@ class StepInputs:
     sampled_rows: Tensor
     """[num_sampled] int64: the last row of each entry that is sampled"""
     spans: tuple[QuerySpan, ...]
-    """One per entry, in row order."""
+    """In row order: one per prefill entry and per token of a decode entry."""
     sampled_entries: tuple[int, ...]
     """Index in the batch of the entry that each sampled row belongs to."""
 
 
 def build_step_inputs(entries: Sequence[BatchEntry], block_size: int, device: torch.device) -> StepInputs:
-    """Rows: decode entries by growing context (so that equal lengths lie together for attention), then prefill chunks."""
-    order = sorted(range(len(entries)), key=lambda index: _row_order(entries[index]))
+    """Rows: decode tokens by growing context (so that equal lengths lie together for attention), then prefill chunks.
+
+    Several tokens of one decode entry are as many queries, each with its own context: all keys of a layer are written before attention.
+    """
     spans: list[QuerySpan] = []
     sampled_rows: list[int] = []
     sampled_entries: list[int] = []
     token_ids: list[int] = []
     positions: list[int] = []
     blocks: list[int] = []
-    for index in order:
+    for index, first, count in sorted(_pieces(entries), key=lambda piece: _row_order(entries[piece[0]], piece[1])):
         entry = entries[index]
-        end = entry.start + len(entry.token_ids)
-        assert entry.phase is Phase.PREFILL or len(entry.token_ids) == 1, "a decode entry computes one token"
+        start, end = entry.start + first, entry.start + first + count
         assert len(entry.block_table) * block_size >= end, "the block table is too short for the entry's last token"
-        spans.append(QuerySpan(entry.phase, len(token_ids), entry.start, len(entry.token_ids), entry.block_table))
-        token_ids.extend(entry.token_ids)
-        positions.extend(range(entry.start, end))
-        blocks.extend(entry.block_table[position // block_size] for position in range(entry.start, end))
-        if entry.sample is not None:
+        spans.append(QuerySpan(entry.phase, len(token_ids), start, count, entry.block_table))
+        token_ids.extend(entry.token_ids[first : first + count])
+        positions.extend(range(start, end))
+        blocks.extend(entry.block_table[position // block_size] for position in range(start, end))
+        if entry.sample is not None and first + count == len(entry.token_ids):
             sampled_rows.append(len(token_ids) - 1)
             sampled_entries.append(index)
     num_tokens = len(token_ids)
@@ -75,6 +76,15 @@ def build_step_inputs(entries: Sequence[BatchEntry], block_size: int, device: to
     )
 
 
-def _row_order(entry: BatchEntry) -> tuple[bool, int]:
+def _pieces(entries: Sequence[BatchEntry]) -> Iterator[tuple[int, int, int]]:
+    """What becomes a span each: (index of the entry, first token in it, number of tokens)."""
+    for index, entry in enumerate(entries):
+        if entry.phase is Phase.PREFILL:
+            yield index, 0, len(entry.token_ids)
+        else:
+            yield from ((index, offset, 1) for offset in range(len(entry.token_ids)))
+
+
+def _row_order(entry: BatchEntry, first: int) -> tuple[bool, int]:
     is_prefill = entry.phase is Phase.PREFILL
-    return is_prefill, 0 if is_prefill else entry.start
+    return is_prefill, 0 if is_prefill else entry.start + first

@@ -91,6 +91,21 @@ def test_last_chunk_of_one_token_is_still_a_prefill() -> None:
     assert [(len(e.token_ids), e.phase) for e in batch.entries] == [(1, Phase.PREFILL)]
 
 
+@pytest.mark.parametrize("kind", [SequenceKind.LOCAL, SequenceKind.PREFILL_ONLY])
+def test_what_a_moved_request_has_generated_is_computed_again_in_the_decode_phase(kind: SequenceKind) -> None:
+    scheduler = make_scheduler(BlockPool(100, BLOCK), max_batch_tokens=64)
+    scheduler.add(make_sequence(1, 60, kind, num_output_tokens=40))
+    seen: list[tuple[Phase, int, int, bool]] = []
+    for number in range(3):
+        batch, updates = step(scheduler, number)
+        assert batch is not None
+        seen += [(e.phase, e.start, len(e.token_ids), updates[0].prompt_done) for e in batch.entries]
+    assert seen == [(Phase.PREFILL, 0, 20, False), (Phase.DECODE, 20, 32, False), (Phase.DECODE, 52, 8, True)]
+    assert updates[0].token is not None
+    assert updates[0].token.num_cached_tokens == 0
+    assert updates[0].has_left is (kind is SequenceKind.PREFILL_ONLY)
+
+
 def test_decode_tokens_come_before_prompt_chunks_and_use_the_budget_first() -> None:
     pool = BlockPool(100, BLOCK)
     scheduler = make_scheduler(pool, max_batch_tokens=8)

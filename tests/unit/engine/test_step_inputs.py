@@ -52,3 +52,24 @@ def test_a_lone_token_is_computed_as_two_equal_rows(phase: Phase, num_decode_row
     assert inputs.positions.tolist() == [3, 3]
     assert inputs.kv_rows.tolist() == [3, 19, 3, 19]
     assert inputs.sampled_rows.tolist() == [0]
+
+
+def test_every_token_of_a_decode_entry_is_a_query_of_its_own_among_the_decode_rows() -> None:
+    entries = [
+        _entry(Phase.DECODE, (10,), 4, (5, 6)),
+        _entry(Phase.PREFILL, (12, 13), 3, (7, 8)),
+        _entry(Phase.DECODE, (20, 21, 22), 3, (0, 1)),
+    ]
+    inputs = build_step_inputs(entries, 4, CPU)
+    assert inputs.token_ids.tolist() == [20, 10, 21, 22, 12, 13]
+    assert inputs.positions.tolist() == [3, 4, 4, 5, 3, 4]
+    assert (inputs.num_tokens, inputs.num_decode_rows) == (6, 4)
+    assert inputs.sampled_rows.tolist() == [1, 3, 5]
+    assert inputs.sampled_entries == (0, 2, 1)
+    assert [(span.phase, span.first_row, span.start, span.num_queries) for span in inputs.spans] == [
+        (Phase.DECODE, 0, 3, 1),
+        (Phase.DECODE, 1, 4, 1),
+        (Phase.DECODE, 2, 4, 1),
+        (Phase.DECODE, 3, 5, 1),
+        (Phase.PREFILL, 4, 3, 2),
+    ]
