@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from pd_serve.engine.batch import Batch, BatchEntry, SampledToken, StepResult
+from pd_serve.engine.batch import Batch, BatchEntry, SampledToken, SampleSpec, StepResult
 from pd_serve.kv.layout import KVDtype, KVLayout
+from pd_serve.protocol.sampling import TokenLogprobs
 
 VOCAB_SIZE = 100
 NUM_LAYERS = 3
@@ -31,6 +32,11 @@ def expected_tokens(prompt: Sequence[int], count: int) -> list[int]:
         codes = [_code(token, position, layer) for position, token in enumerate(ids) for layer in range(NUM_LAYERS)]
         ids.append(sum(codes) % VOCAB_SIZE)
     return ids[len(prompt) :]
+
+
+def expected_logprobs(last_token: int, token_id: int) -> TokenLogprobs:
+    """Of the token that follows `last_token`."""
+    return TokenLogprobs(-float(last_token * VOCAB_SIZE + token_id))
 
 
 class FakeRunner:
@@ -55,13 +61,18 @@ class FakeRunner:
                 self._write(entry, layer)
             if on_layer is not None:
                 on_layer(layer)
-        sampled = tuple(SampledToken(e.attempt_id, self._sample(e), None) for e in batch.entries if e.sample is not None)
+        sampled = tuple(self._sampled(e, e.sample) for e in batch.entries if e.sample is not None)
         return StepResult(batch.step_id, sampled, started_at, time.monotonic())
 
     def _write(self, entry: BatchEntry, layer: int) -> None:
         for position, token in enumerate(entry.token_ids, start=entry.start):
             block, offset = divmod(position, self._layout.block_size)
             self.slots[layer, entry.block_table[block], :, offset] = _code(token, position, layer)
+
+    def _sampled(self, entry: BatchEntry, sample: SampleSpec) -> SampledToken:
+        token_id = self._sample(entry)
+        logprobs = None if sample.params.num_logprobs < 0 else expected_logprobs(entry.token_ids[-1], token_id)
+        return SampledToken(entry.attempt_id, token_id, logprobs)
 
     def _sample(self, entry: BatchEntry) -> int:
         total = 0

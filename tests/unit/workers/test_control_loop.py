@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import secrets
 import socket
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import pytest
 
-from pd_serve.clock import MonotonicClock
-from pd_serve.engine.scheduler import SchedulerSettings
-from pd_serve.ids import AttemptId, Incarnation, PeerId, WorkerId, new_epoch
-from pd_serve.kv.layout import KVLayout
+from pd_serve.ids import AttemptId, Incarnation, PeerId, WorkerId
 from pd_serve.protocol.link import (
     Cancel,
     Closed,
@@ -25,10 +20,8 @@ from pd_serve.protocol.link import (
     GetTrace,
     LinkDown,
     Open,
-    PeerInfo,
     Prefill,
     PrefillDone,
-    RankReady,
     RefusalReason,
     Refused,
     Report,
@@ -38,93 +31,16 @@ from pd_serve.protocol.link import (
     Step,
     Stop,
     Traces,
-    Welcome,
 )
 from pd_serve.protocol.sampling import SamplingParams
-from pd_serve.transport.base import TransportSettings
-from pd_serve.transport.loopback import LoopbackTransport
 from pd_serve.transport.loopback_fabric import LoopbackFabric
-from tests.fake_engine import VOCAB_SIZE, FakeRunner, expected_tokens, small_layout
-from tests.rank_driver import RankDriver, join, open_local, open_pair, run_pair, tokens_of
-from workers.control_loop import ControlLoop, RankMessage, RankParts
-from workers.engine_thread import MAX_FAILED_STEPS, EngineThread, LayerHook
-from workers.front_socket import FrontSocket
-from workers.inbox import Inbox
-from workers.machine import WorkerMachine
-from workers.settings import MachineSettings
-from workers.transport_commands import AllocatePool
-from workers.transport_thread import TransportThread
+from tests.fake_engine import VOCAB_SIZE, expected_tokens, small_layout
+from tests.rank_driver import join, open_local, open_pair, run_pair, tokens_of
+from tests.whole_rank import Rank, start_rank, wait_idle
+from workers.engine_thread import MAX_FAILED_STEPS
 
 PROMPT = tuple(range(10, 29))
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
-
-
-@dataclass
-class Rank:
-    """A whole rank but its process, on its own threads."""
-
-    driver: RankDriver
-    runner: FakeRunner
-    parts: RankParts
-    thread: threading.Thread
-    exit_codes: list[int]
-    near: socket.socket
-
-    def join(self) -> int:
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-        return self.exit_codes[0]
-
-    def close(self) -> None:
-        self.near.close()
-        self.join()
-        assert self.parts.engine.stop(5)
-        assert self.parts.transport.stop(5)
-        self.parts.front.close()
-        self.parts.inbox.close()
-
-
-def start_rank(name: str, fabric: LoopbackFabric, lanes: str, gate: threading.Event | None = None) -> Rank:
-    layout, clock = small_layout(), MonotonicClock()
-    peer = PeerId(WorkerId(name), Incarnation(secrets.randbits(32)))
-    near, far = socket.socketpair()
-    inbox: Inbox[RankMessage] = Inbox()
-    engine = EngineThread(inbox.put, clock)
-    settings = TransportSettings(self_id=peer, secret=b"s", host="127.0.0.1", host_id="here", lanes=lanes, probe_nbytes=4096)
-    transport = TransportThread(lambda s, sink: LoopbackTransport(s, sink, fabric), settings, inbox.put)
-    ready = transport.start(AllocatePool(layout.pool_nbytes), 5.0)
-    assert ready.region.buffer is not None
-    runner = FakeRunner(layout, ready.region.buffer, gate)
-    engine.start()
-    engine.serve(runner, LayerHook(transport.submit))
-    info = PeerInfo(peer, Role.BOTH, 1, "fake", layout, "loopback", ready.metadata)
-    parts = RankParts(FrontSocket(far), inbox, engine, transport)
-    loop = ControlLoop(make_machine(info, layout), parts, 0.05, clock)
-    parts.front.send(RankReady(Welcome(info, "fake", 128, VOCAB_SIZE, (), 0, ())))
-    exit_codes: list[int] = []
-    thread = threading.Thread(target=lambda: exit_codes.append(loop.run()), name=f"control-{name}")
-    thread.start()
-    rank = Rank(RankDriver(near), runner, parts, thread, exit_codes, near)
-    rank.driver.wait_ready()
-    return rank
-
-
-def make_machine(info: PeerInfo, layout: KVLayout) -> WorkerMachine:
-    settings = MachineSettings(
-        info=info,
-        vocab_size=VOCAB_SIZE,
-        max_model_len=128,
-        max_waiting=16,
-        headroom_tokens=8,
-        quarantine_retry_s=0.1,
-        quarantine_fence_share=1.0,
-        hard_fence_after_s=5.0,
-        rejoin_after_s=0.2,
-        load_interval_s=0.02,
-        heartbeat_s=0.2,
-    )
-    scheduler = SchedulerSettings(max_batch_tokens=8, max_running=16, prefill_chunk=0, eos_token_ids=frozenset(), max_model_len=128)
-    return WorkerMachine(settings, scheduler, new_epoch)
 
 
 @pytest.fixture
@@ -150,11 +66,6 @@ def gated() -> Iterator[tuple[Rank, Rank, threading.Event]]:
     decode.close()
 
 
-def wait_idle(rank: Rank) -> Report:
-    rank.driver.reports.clear()
-    return rank.driver.wait_rank(Report, lambda report: report.idle)
-
-
 @pytest.mark.parametrize("pair", ["shm", "tcp"], indirect=True)
 def test_pushed_attempt_gives_the_tokens_of_a_local_one(pair: tuple[Rank, Rank]) -> None:
     prefill, decode = pair
@@ -177,7 +88,7 @@ def test_prefix_known_to_decode_is_not_sent_again(pair: tuple[Rank, Rank]) -> No
     assert [t.token_id for t in tokens_of(decode.driver, AttemptId(2))] == expected_tokens(longer, 6)
 
 
-@pytest.mark.parametrize("num_warm", [0, 3, 4, 5, 8, 11, 12, 16, 19])
+@pytest.mark.parametrize("num_warm", range(20))
 @pytest.mark.parametrize("is_prefill_warm", [False, True])
 def test_only_the_suffix_that_decode_lacks_is_moved(pair: tuple[Rank, Rank], num_warm: int, is_prefill_warm: bool) -> None:
     prefill, decode = pair
