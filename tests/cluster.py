@@ -146,20 +146,21 @@ class Cluster:
                 total += float(value)
         return total
 
+    def num_held(self) -> int:
+        """Requests, sequences, leases and blocks that are held for any request, on all workers and in the router; not the prefix cache."""
+        status = self.status()
+        held = int(status["open_requests"] + status["queued_requests"])
+        for worker in status["workers"]:
+            blocks = worker["blocks"]
+            held += blocks["total"] - blocks["free"] - blocks["cached"]
+            held += blocks["leased"] + blocks["quarantined"] + worker["leases"] + worker["running"] + worker["waiting"]
+        return held
+
     def assert_clean(self, timeout_s: float = CLEAN_TIMEOUT_S) -> None:
         """Nothing is held for any request on any worker or in the router: only the prefix cache keeps blocks."""
 
-        def clean() -> bool:
-            status = self.status()
-            held = status["open_requests"] + status["queued_requests"]
-            for worker in status["workers"]:
-                blocks = worker["blocks"]
-                held += blocks["total"] - blocks["free"] - blocks["cached"]
-                held += blocks["leased"] + blocks["quarantined"] + worker["leases"] + worker["running"] + worker["waiting"]
-            return bool(held == 0)
-
         try:
-            wait_until(clean, timeout_s, "every table is empty")
+            wait_until(lambda: self.num_held() == 0, timeout_s, "every table is empty")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{json.dumps(self.status(), indent=1)}\n{self.log}") from None
 
