@@ -60,6 +60,8 @@ class Script:
     num_cached_tokens: int = 0
     logprobs: bool = False
     prefill_delay_s: float = 0.0
+    prefill_s_per_token: float = 0.0
+    """Prompts are computed one after the other."""
     fail_prefill: FailureReason | None = None
 
 
@@ -88,6 +90,7 @@ class MockWorker:
     _send_frames: Callable[[tuple[WorkerFrame, ...]], None] | None = None
     _close: Callable[[], None] | None = None
     _tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    _engine: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def role(self) -> Role:
@@ -178,6 +181,9 @@ class MockWorker:
     async def _prefill(self, frame: Prefill) -> None:
         if self.script.prefill_delay_s:
             await asyncio.sleep(self.script.prefill_delay_s)
+        if self.script.prefill_s_per_token:
+            async with self._engine:
+                await asyncio.sleep(self.script.prefill_s_per_token * len(frame.token_ids))
         self.open_attempts.discard(frame.attempt_id)
         if self.script.fail_prefill is not None:
             self.send(Failed(frame.attempt_id, self.script.fail_prefill, "scripted"))

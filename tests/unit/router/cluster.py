@@ -34,6 +34,19 @@ class Cluster:
     async def complete(self, **fields: object) -> httpx.Response:
         return await self.http.post("/v1/completions", json=completion_body(**fields))
 
+    async def post_raw(self, path: str, body: dict[str, object]) -> tuple[int, str]:
+        """Status and body over a connection of its own: httpx's pool takes time with the square of the requests in progress."""
+        host, port = self.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        try:
+            data = json.dumps(body).encode()
+            writer.write(f"POST {path} HTTP/1.0\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+            head, _, payload = (await reader.read()).partition(b"\r\n\r\n")
+        finally:
+            writer.close()
+        text = _unchunked(payload) if b"chunked" in head else payload
+        return int(head.split(b" ", 2)[1]), text.decode()
+
     async def metric(self, name: str, labels: str = "") -> float:
         text = (await self.http.get("/metrics")).text
         for line in text.splitlines():
@@ -81,6 +94,15 @@ async def until(condition: Callable[[], object], what: str, timeout_s: float = 3
     while not condition():
         assert asyncio.get_running_loop().time() < deadline, f"not in {timeout_s} s: {what}"
         await asyncio.sleep(0.005)
+
+
+def _unchunked(payload: bytes) -> bytes:
+    parts: list[bytes] = []
+    while payload:
+        size, _, payload = payload.partition(b"\r\n")
+        parts.append(payload[: int(size, 16)])
+        payload = payload[int(size, 16) + 2 :]
+    return b"".join(parts)
 
 
 def events_of(text: str) -> list[dict[str, object] | str]:
