@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
-import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,9 +55,8 @@ from router.lifecycle import (
 )
 from router.load import LoadBook
 from router.policy.base import Demand, Policy, RoutingSettings, WorkerView, possible_routes
-from router.pool import LinkedWorker, WorkerPool
-
-logger = logging.getLogger(__name__)
+from router.pool import WorkerPool
+from router.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +111,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._now = clock.now
         self._book = LoadBook()
+        self.timeline = Timeline()
         self._open: dict[int, Generation] = {}
         self._by_attempt: dict[AttemptId, Generation] = {}
         self._queue: list[tuple[int, Generation]] = []
@@ -282,12 +281,12 @@ class Dispatcher:
 
     def _enqueue(self, generation: Generation, avoid: frozenset[PeerId], reason: MoveReason) -> None:
         self._leave_workers(generation)
+        self.timeline.left(generation.key, reason.value, generation.lifecycle.num_output_tokens, self._now())
         if reason is MoveReason.PREEMPTED:
             for peer in avoid:
                 self._book.refused(peer)
         if reason not in (MoveReason.FIRST, MoveReason.NO_CAPACITY):
             self._metrics.count("pd_serve_moves_total", reason.value)
-            logger.info("choice %d moves (%s) with %d tokens so far", generation.key, reason.value, generation.lifecycle.num_output_tokens)
             generation.beside = None
         generation.avoid, generation.reason = avoid, reason
         generation.is_queued = True
@@ -316,6 +315,7 @@ class Dispatcher:
             self._book.charge(generation.key, prefill, route.decode.peer, num_tokens)
             generation.charged = (route.decode.peer,) if prefill is None else (prefill, route.decode.peer)
             self._metrics.count("pd_serve_routing_decisions_total", route.kind.value, route.reason)
+            self.timeline.assigned(generation.key, prefill, route.decode.peer, self._now())
             actions = lifecycle.handle(Assigned(prefill, route.decode.peer), self._now())
             generation.attempt_id = lifecycle.attempt_id
             if generation.attempt_id is not None:
@@ -323,22 +323,7 @@ class Dispatcher:
             self._apply(generation, actions)
 
     def _views(self) -> tuple[WorkerView, ...]:
-        return tuple(self._view(worker) for worker in self._pool.workers if worker.is_available)
-
-    def _view(self, worker: LinkedWorker) -> WorkerView:
-        peer, load = worker.peer, worker.load
-        return WorkerView(
-            peer=peer,
-            role=load.role,
-            max_model_len=worker.welcome.max_model_len,
-            num_pool_tokens=worker.num_pool_tokens,
-            num_free_tokens=self._book.free_tokens(peer, load, worker.welcome.info.layout.block_size),
-            prefill_backlog_tokens=self._book.prefill_backlog_tokens(peer, load),
-            decode_tokens=self._book.decode_tokens(peer, load),
-            num_sequences=self._book.num_sequences(peer, load),
-            joined=worker.joined,
-            is_joining=self._pool.is_joining(worker),
-        )
+        return tuple(self._book.view(worker, self._pool.is_joining(worker)) for worker in self._pool.workers if worker.is_available)
 
     def _unqueue(self, generation: Generation) -> None:
         if generation.is_queued:
@@ -356,6 +341,7 @@ class Dispatcher:
         generation.submitted_at = self._now()
         generation.request_timer = self._loop.call_later(self._settings.request_timeout_s, self._timed_out, generation)
         self._open[generation.key] = generation
+        self.timeline.arrived(generation.key, len(token_ids), generation.submitted_at)
         return generation
 
     def _new_attempt_id(self) -> AttemptId:
@@ -387,7 +373,10 @@ class Dispatcher:
             self._queue = [entry for entry in self._queue if entry[1].is_queued]
             heapq.heapify(self._queue)
         self._leave_workers(generation)
-        self._metrics.record("pd_serve_generated_tokens_total", generation.lifecycle.num_output_tokens)
+        num_output_tokens = generation.lifecycle.num_output_tokens
+        self._metrics.record("pd_serve_generated_tokens_total", num_output_tokens)
+        outcome = generation.finish.value if generation.finish else generation.error.code if generation.error else "cancelled"
+        self.timeline.ended(generation.key, outcome, num_output_tokens, self._now())
         if generation.request_timer is not None:
             generation.request_timer.cancel()
             generation.request_timer = None

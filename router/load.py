@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 from pd_serve.ids import PeerId
 from pd_serve.protocol.link import Load
+from router.policy.base import WorkerView
+from router.pool import LinkedWorker
 
 REPORT_LAG_S = 0.05
 """A Load that arrives this long after a Prefill was sent tells of it."""
@@ -99,6 +101,22 @@ class LoadBook:
             return 0
         uncovered = sum(-(-(charge.num_tokens + 1) // block_size) for charge in worker.decode.values() if not charge.is_covered)
         return (load.blocks.free + load.blocks.cached - uncovered) * block_size
+
+    def view(self, worker: LinkedWorker, is_joining: bool) -> WorkerView:
+        """The worker as a policy sees it."""
+        peer, load = worker.peer, worker.load
+        return WorkerView(
+            peer=peer,
+            role=load.role,
+            max_model_len=worker.welcome.max_model_len,
+            num_pool_tokens=worker.num_pool_tokens,
+            num_free_tokens=self.free_tokens(peer, load, worker.welcome.info.layout.block_size),
+            prefill_backlog_tokens=self.prefill_backlog_tokens(peer, load),
+            decode_tokens=self.decode_tokens(peer, load),
+            num_sequences=self.num_sequences(peer, load),
+            joined=worker.joined,
+            is_joining=is_joining,
+        )
 
     def is_empty(self) -> bool:
         return not any(worker.prefill or worker.decode for worker in self._workers.values())

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from pd_serve.addresses import split_address
+from pd_serve.errors import ProtocolError
 from pd_serve.protocol.link import Role
 
 REGISTER_PATH = "/internal/v1/workers"
 STATUS_PATH = "/internal/v1/status"
+REQUESTS_PATH = "/internal/v1/requests"
 LINK_PATH = "/link"
 WORKER_DRAIN_PATH = "/control/drain"
 WORKER_ROLE_PATH = "/control/role"
 WORKER_TRACES_PATH = "/control/traces"
 WORKER_STATUS_PATH = "/control/status"
+
+
+MAX_DRAIN_S = 7 * 24 * 3600.0
 
 
 class ControlModel(BaseModel):
@@ -23,10 +29,19 @@ class RegisterWorker(ControlModel):
     """Worker -> router, every heartbeat: also how a restarted router learns of its workers. Idempotent."""
 
     worker_id: str = Field(min_length=1, max_length=128)
-    incarnation: int
-    address: str = Field(description="http://host:port at which the router reaches this worker's front", max_length=256)
+    incarnation: int = Field(ge=0, lt=2**63)
+    address: str = Field(description="http(s)://host:port at which the router reaches this worker's front", max_length=256)
     role: Role
     ready: bool
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        try:
+            split_address(value)
+        except ProtocolError as error:
+            raise ValueError(error.message) from None
+        return value
 
 
 class Registered(ControlModel):
@@ -35,8 +50,19 @@ class Registered(ControlModel):
     linked: bool = Field(description="the router holds a live link to this incarnation")
 
 
+class ControlErrorBody(ControlModel):
+    message: str
+    code: str
+
+
+class ControlError(ControlModel):
+    """What a worker's front answers to a control call that it refuses."""
+
+    error: ControlErrorBody
+
+
 class DrainRequest(ControlModel):
-    deadline_s: float = Field(default=30.0, ge=0)
+    deadline_s: float = Field(default=30.0, ge=0, le=MAX_DRAIN_S, allow_inf_nan=False)
 
 
 class RoleRequest(ControlModel):
@@ -77,6 +103,31 @@ class WorkerStatus(ControlModel):
     waiting: int
     prefill_queue_tokens: int
     peers: tuple[PeerLaneStatus, ...] = ()
+
+
+class AttemptTimeline(ControlModel):
+    """One placement of a choice. Times are seconds since the choice arrived."""
+
+    prefill: str | None = Field(description="worker that computed the prompt; null: the one that decodes")
+    decode: str
+    began_s: float
+    left_s: float | None = Field(description="null: still there")
+    left_because: str = Field(description="reason of the move, as in pd_serve_moves_total, or no_capacity; empty: it was not moved")
+    output_tokens: int = Field(description="tokens of the choice, over all attempts, when this one ended")
+
+
+class RequestTimeline(ControlModel):
+    """One choice of a recent request and every place it had."""
+
+    choice: int = Field(description="the number by which the router's log names it")
+    prompt_tokens: int
+    attempts: tuple[AttemptTimeline, ...]
+    ended_s: float | None
+    outcome: str = Field(description="stop, length, an error code, or cancelled (by the client, or by a stop string); empty: not ended")
+
+
+class RecentRequests(ControlModel):
+    requests: tuple[RequestTimeline, ...] = Field(description="newest first")
 
 
 class RouterStatus(ControlModel):

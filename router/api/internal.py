@@ -1,4 +1,4 @@
-"""Registration of workers and the cluster's status; under the cluster secret where there is one (always beyond loopback)."""
+"""Registration of workers, the cluster's status, recent requests; under the cluster secret where there is one (always beyond loopback)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ from fastapi import APIRouter, Request
 from pydantic import ValidationError
 
 from pd_serve.errors import AuthenticationError, InvalidRequestError
-from pd_serve.protocol.control import REGISTER_PATH, STATUS_PATH, Registered, RegisterWorker, RouterStatus
+from pd_serve.protocol.control import (
+    REGISTER_PATH,
+    REQUESTS_PATH,
+    STATUS_PATH,
+    RecentRequests,
+    Registered,
+    RegisterWorker,
+    RouterStatus,
+)
 from router.admission import bearer_matches, read_body
 from router.services import Services, services_of
 
 MAX_REGISTRATION_NBYTES = 16 * 1024
 
-router = APIRouter(include_in_schema=False)
+router = APIRouter()
 
 
 @router.post(REGISTER_PATH)
@@ -38,6 +46,11 @@ async def status(request: Request) -> RouterStatus:
         queued_requests=services.dispatcher.num_queued,
         workers=services.pool.statuses(),
     )
+
+
+@router.get(REQUESTS_PATH)
+async def requests(request: Request) -> RecentRequests:
+    return _authorized(request).dispatcher.timeline.recent()
 
 
 def _authorized(request: Request) -> Services:

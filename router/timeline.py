@@ -1,0 +1,99 @@
+"""Where recent requests were served, and why they moved: for GET /internal/v1/requests and the log. Used by the dispatcher only.
+
+One record per choice, from its arrival to its end; the newest NUM_KEPT are kept. Times are seconds since the choice arrived.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from dataclasses import dataclass, field
+
+from pd_serve.ids import PeerId
+from pd_serve.protocol.control import AttemptTimeline, RecentRequests, RequestTimeline
+
+logger = logging.getLogger(__name__)
+
+NUM_KEPT = 256
+
+
+@dataclass(slots=True)
+class _Attempt:
+    prefill: PeerId | None
+    decode: PeerId
+    began_at: float
+    left_at: float | None = None
+    num_output_tokens: int = 0
+    left_because: str = ""
+
+
+@dataclass(slots=True)
+class _Record:
+    key: int
+    num_prompt_tokens: int
+    arrived_at: float
+    attempts: list[_Attempt] = field(default_factory=list)
+    ended_at: float | None = None
+    outcome: str = ""
+
+
+class Timeline:
+    """arrived -> (assigned -> left)* -> ended. Times passed in are monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._records: deque[_Record] = deque(maxlen=NUM_KEPT)
+        self._open: dict[int, _Record] = {}
+
+    def arrived(self, key: int, num_prompt_tokens: int, now: float) -> None:
+        self._open[key] = record = _Record(key, num_prompt_tokens, now)
+        self._records.append(record)
+
+    def assigned(self, key: int, prefill: PeerId | None, decode: PeerId, now: float) -> None:
+        self._open[key].attempts.append(_Attempt(prefill, decode, now))
+
+    def left(self, key: int, reason: str, num_output_tokens: int, now: float) -> None:
+        """The choice left its attempt, with so many tokens so far, and is about to be placed again."""
+        record = self._open[key]
+        if not record.attempts:
+            return
+        attempt = record.attempts[-1]
+        attempt.left_at, attempt.left_because, attempt.num_output_tokens = now, reason, num_output_tokens
+        where, lasted_s = _pair(attempt), now - attempt.began_at
+        logger.info("choice %d leaves %s (%s) after %.3f s with %d tokens so far", key, where, reason, lasted_s, num_output_tokens)
+
+    def ended(self, key: int, outcome: str, num_output_tokens: int, now: float) -> None:
+        record = self._open.pop(key)
+        record.ended_at, record.outcome = now, outcome
+        if record.attempts and record.attempts[-1].left_at is None:
+            record.attempts[-1].left_at, record.attempts[-1].num_output_tokens = now, num_output_tokens
+
+    def recent(self) -> RecentRequests:
+        """Newest first."""
+        return RecentRequests(requests=tuple(_told(record) for record in reversed(self._records)))
+
+
+def _told(record: _Record) -> RequestTimeline:
+    def since_arrival(moment: float | None) -> float | None:
+        return None if moment is None else round(moment - record.arrived_at, 6)
+
+    return RequestTimeline(
+        choice=record.key,
+        prompt_tokens=record.num_prompt_tokens,
+        attempts=tuple(
+            AttemptTimeline(
+                prefill=None if attempt.prefill is None else str(attempt.prefill),
+                decode=str(attempt.decode),
+                began_s=round(attempt.began_at - record.arrived_at, 6),
+                left_s=since_arrival(attempt.left_at),
+                left_because=attempt.left_because,
+                output_tokens=attempt.num_output_tokens,
+            )
+            for attempt in record.attempts
+        ),
+        ended_s=since_arrival(record.ended_at),
+        outcome=record.outcome,
+    )
+
+
+def _pair(attempt: _Attempt) -> str:
+    return str(attempt.decode) if attempt.prefill is None else f"{attempt.prefill} and {attempt.decode}"
