@@ -14,7 +14,8 @@ from pd_serve.protocol.link import Failed, FailureReason, FinishReason, Open, Pe
 from pd_serve.protocol.notify import Completed
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from router.lifecycle import Action as RouterAction
-from router.lifecycle import Finished, Lifecycle
+from router.lifecycle import Event as LifecycleEvent
+from router.lifecycle import Finished, Lifecycle, Send
 from tests.sim.world import Planted
 from workers.decode.machine import DecodeMachine, _Attempt
 from workers.decode.quarantine import Quarantine
@@ -146,6 +147,13 @@ class FailAfterClosed(DecodeMachine):
         return [SendFrame(link_id, Failed(attempt_id, FailureReason.ENGINE, "cancelled")), *actions] if actions else []
 
 
+class AbsoluteDeadline(DecodeMachine):
+    """The time a transfer may take is told as a point of the router's clock (F30). With AbsoluteTimeout."""
+
+    def open(self, link_id: LinkId, frame: Open, is_joined: bool, now: float) -> list[Action]:
+        return super().open(link_id, msgspec.structs.replace(frame, timeout_s=frame.timeout_s - now), is_joined, now)
+
+
 class LeakOnCancel(DecodeMachine):
     """A cancelled sequence's blocks are forgotten."""
 
@@ -267,6 +275,19 @@ class ForgetOneLeg(Lifecycle):
         return ()
 
 
+class AbsoluteTimeout(Lifecycle):
+    """Sends deadlines, not durations."""
+
+    def handle(self, event: LifecycleEvent, now: float) -> tuple[RouterAction, ...]:
+        return tuple(_with_deadline(action, now) for action in super().handle(event, now))
+
+
+def _with_deadline(action: RouterAction, now: float) -> RouterAction:
+    if isinstance(action, Send) and isinstance(action.frame, Open):
+        return Send(action.peer, msgspec.structs.replace(action.frame, timeout_s=now + action.frame.timeout_s))
+    return action
+
+
 class FullBudgetAfterMove(Lifecycle):
     """A moved request forgets what it has generated."""
 
@@ -296,6 +317,9 @@ BUGS: dict[str, Bug] = {
     "open_window_on_free_blocks": Bug(_spoil("decode", OpenWindowOnFreeBlocks), "writes under lease|foreign KV", near=191),
     "open_window_on_quiet_lease": Bug(_spoil("decode._quarantine", OpenWindowOnQuietLease), "writes under lease|foreign KV", near=145),
     "fail_after_closed": Bug(_spoil("decode", FailAfterClosed), "second terminal frame"),
+    "absolute_deadline": Bug(
+        Planted(machine=_spoil("decode", AbsoluteDeadline).machine, lifecycle=AbsoluteTimeout), "failed although|no end after"
+    ),
     "leak_on_cancel": Bug(_spoil("decode", LeakOnCancel), "references differ"),
     "no_lease_deadline": Bug(_spoil("leases", NoLeaseDeadline), "no end after", near=17),
     "ask_once": Bug(_spoil("decode._quarantine", AskOnce), "no end after"),
