@@ -7,7 +7,7 @@ import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
 
-from pd_serve.errors import ConfigError
+from pd_serve.errors import ConfigError, ProtocolError
 
 
 def is_loopback(host: str) -> bool:
@@ -32,8 +32,21 @@ def require_secret_beyond_loopback(host: str, cluster_secret: str) -> None:
         )
 
 
-def http_address(host: str, port: int) -> str:
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def http_address(host: str, port: int, is_tls: bool = False) -> str:
+    scheme = "https" if is_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def split_address(address: str) -> tuple[bool, str, int]:
+    """(is it https, host, port) of `http://host:port`. Raises ProtocolError."""
+    try:
+        parts = urlsplit(address)
+        scheme, host, port = parts.scheme, parts.hostname, parts.port
+    except ValueError as error:
+        raise ProtocolError(f"worker address {address!r} is not http://host:port: {error}") from error
+    if scheme not in ("http", "https") or not host or not host.isprintable() or port == 0:
+        raise ProtocolError(f"worker address {address!r} is not http://host:port")
+    return scheme == "https", host, port or (443 if scheme == "https" else 80)
 
 
 def advertised_host(listen_host: str, advertise: str, routers: Sequence[str]) -> str:

@@ -95,11 +95,30 @@ class RouterConfig(Section):
     worker_timeout_s: float = Field(5.0, gt=0, description="Seconds of silence on a link after which a worker is suspected")
     max_body_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest request body")
     max_n: int = Field(16, ge=1, description="Largest n")
+    max_prompt_tokens: int = Field(0, ge=0, description="Longest prompt in tokens; 0: what the model and the workers can hold")
+    max_messages: int = Field(2048, ge=1, description="Messages in one chat")
+    max_stop_strings: int = Field(4, ge=0, le=64, description="Stop strings of one request")
+    max_stop_string_length: int = Field(1024, ge=1, le=16384, description="Longest stop string, in characters")
+    max_logit_bias: int = Field(1024, ge=0, le=16384, description="Tokens in one logit_bias")
+    max_header_bytes: int = Field(32 * 1024, ge=1024, description="Longest request line and headers together; above: 431")
+    max_connections: int = Field(4096, ge=1, description="Connections of clients, idle ones included, above which a new one gets 503")
+    request_read_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds in which a request must have arrived, body included; also those a new connection may be silent"
+    )
+    client_stall_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds for which a client may leave its answer unread before it is cut and its request cancelled"
+    )
+    max_stream_backlog_tokens: int = Field(
+        8192, ge=1, description="Tokens that may wait for a client that does not read its stream; above: cut and cancelled"
+    )
 
 
 class SecurityConfig(Section):
     api_keys: tuple[str, ...] = Field((), description="Keys clients may use; empty: no key is asked for")
     cluster_secret: str = Field("", description="Shared by routers and workers; needed beyond loopback addresses")
+    tls_cert: str = Field("", description="PEM file with the certificate chain this process shows; empty: plain HTTP")
+    tls_key: str = Field("", description="PEM file with the key of `tls_cert`")
+    tls_ca: str = Field("", description="PEM file with the authorities trusted for https:// routers and workers; empty: the system's")
 
 
 class ObserveConfig(Section):

@@ -53,7 +53,7 @@ def bearer_matches(authorization: str | None, keys: Iterable[bytes]) -> bool:
 async def read_body(request: Request, max_nbytes: int) -> bytes:
     """Raises BodyTooLargeError as soon as that is known, InvalidRequestError when the client goes away meanwhile."""
     declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > max_nbytes:
+    if declared.isdecimal() and declared.isascii() and (len(declared) > 18 or int(declared) > max_nbytes):
         raise BodyTooLargeError(f"the body of {declared} bytes exceeds the limit of {max_nbytes}")
     chunks: list[bytes] = []
     nbytes = 0
@@ -76,11 +76,17 @@ class Limits:
     """Prompt + output; 0: not known yet."""
     max_prompt_tokens: int
     vocab_size: int
+    allowed_prompt_tokens: int = 0
+    """As configured, whatever the workers could take; 0: no limit of its own."""
 
     def check_prompt(self, token_ids: Sequence[int], param: str) -> None:
         """Raises ContextLengthError or InvalidRequestError."""
         if not token_ids:
             raise InvalidRequestError(f"'{param}' is empty: there is nothing to continue", param)
+        if self.allowed_prompt_tokens and len(token_ids) > self.allowed_prompt_tokens:
+            raise ContextLengthError(
+                f"This server takes prompts of at most {self.allowed_prompt_tokens} tokens, but this one has {len(token_ids)}", param
+            )
         if max(token_ids) >= self.vocab_size:
             raise InvalidRequestError(f"'{param}' holds a token id that is not below the vocabulary size of {self.vocab_size}", param)
         if self.max_context_tokens and len(token_ids) >= min(self.max_context_tokens, self.max_prompt_tokens):
@@ -106,7 +112,7 @@ class Limits:
         return wanted
 
 
-def limits_of(workers: Iterable[LinkedWorker], configured_max_len: int, text_vocab_size: int) -> Limits:
+def limits_of(workers: Iterable[LinkedWorker], configured_max_len: int, text_vocab_size: int, allowed_prompt_tokens: int = 0) -> Limits:
     """The least of all workers. `configured_max_len` (0: none) holds while no worker is linked, and always as an upper bound."""
     contexts = [configured_max_len] if configured_max_len else []
     prompts: list[int] = []
@@ -117,4 +123,4 @@ def limits_of(workers: Iterable[LinkedWorker], configured_max_len: int, text_voc
         if worker.has_reported:
             (contexts if worker.can_decode else prompts).append(worker.num_pool_tokens)
     context = min(contexts, default=0)
-    return Limits(context, min([context, *prompts]), text_vocab_size if vocab_size is None else vocab_size)
+    return Limits(context, min([context, *prompts]), text_vocab_size if vocab_size is None else vocab_size, allowed_prompt_tokens)

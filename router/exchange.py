@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,6 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from pd_serve.errors import PdServeError
 from pd_serve.protocol.openai_responses import PromptTokensDetails, ResponseModel, Usage
 from pd_serve.protocol.sampling import SamplingParams
+from pd_serve.protocol.server import cut_of
 from router.api.errors import error_response
 from router.choice import ChoiceText, Piece
 from router.dispatcher import Generation
@@ -77,9 +79,14 @@ class ExchangeResponse(Response):
         self._choices: list[ChoiceState] = []
         self._wake = asyncio.Event()
         self._is_client_gone = False
+        self._max_backlog = services.config.router.max_stream_backlog_tokens
+        self._is_sending = False
+        """A part of the stream is on its way out: until it is, tokens pile up."""
+        self._cut: Callable[[], None] = _nothing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         code = CLIENT_CLOSED_REQUEST
+        self._cut = cut_of(scope)
         watcher: asyncio.Future[Message] = asyncio.ensure_future(receive())
         watcher.add_done_callback(self._client_spoke)
         try:
@@ -104,7 +111,7 @@ class ExchangeResponse(Response):
     def _submit(self) -> None:
         wakes_on_token = self._plan.events is not None or bool(self._plan.stops)
         for prompt in self._plan.prompts:
-            generations = self._services.dispatcher.submit(prompt.token_ids, prompt.samplings, self._wake.set, wakes_on_token)
+            generations = self._services.dispatcher.submit(prompt.token_ids, prompt.samplings, self._woken, wakes_on_token)
             for generation, sampling in zip(generations, prompt.samplings, strict=True):
                 text = ChoiceText(self._services.codec, self._plan.stops, sampling.min_tokens)
                 self._choices.append(ChoiceState(text, generation, []))
@@ -113,6 +120,15 @@ class ExchangeResponse(Response):
         """Wait until some choice has something new."""
         await self._wake.wait()
         self._wake.clear()
+
+    def _woken(self) -> None:
+        """A client that does not read may not make this process hold ever more for it."""
+        self._wake.set()
+        if self._is_sending and sum(len(choice.generation.tokens) for choice in self._choices) > self._max_backlog:
+            logger.warning("%s cut: the client does not read its stream", self._plan.response_id)
+            self._is_client_gone = True
+            self._cancel_all()
+            self._cut()
 
     def _raise_failure(self) -> None:
         for choice in self._choices:
@@ -219,7 +235,9 @@ class ExchangeResponse(Response):
                     out.append(events.usage(self._usage()))
                 out.append(DONE)
             if out:
+                self._is_sending = True
                 await send({"type": "http.response.body", "body": b"".join(out), "more_body": not is_last})
+                self._is_sending = False
             if is_last:
                 return 200
             await self._news()
@@ -233,6 +251,10 @@ class ExchangeResponse(Response):
             out.append(events.piece(index, piece))
         if choice.text.finish_reason is not None:
             out.append(events.finish(index, choice.text.finish_reason))
+
+
+def _nothing() -> None:
+    return None
 
 
 def _headers(response_id: str, content_type: bytes, content_length: int | None) -> list[tuple[bytes, bytes]]:

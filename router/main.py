@@ -21,17 +21,20 @@ from starlette.exceptions import HTTPException
 
 from pd_serve.addresses import bound_socket, http_address, require_secret_beyond_loopback
 from pd_serve.clock import MonotonicClock
-from pd_serve.config import Config
+from pd_serve.config import Config, RouterConfig
 from pd_serve.errors import ModelError, NoWorkerError, PdServeError
 from pd_serve.ids import RouterId
 from pd_serve.model_store import resolve_model
 from pd_serve.observe import Metrics, Side, setup_logging
 from pd_serve.protocol.client import LinkSettings
+from pd_serve.protocol.server import ServerLimits, server_config
+from pd_serve.tls import client_tls, server_tls
 from router.admission import Admission
 from router.api import internal, models, ops
 from router.api.chat import chat_route
 from router.api.completions import completions_route
 from router.api.errors import on_bug, on_error, on_http_exception
+from router.api.openapi import openapi_route
 from router.dispatcher import Dispatcher, DispatcherSettings
 from router.lifecycle import LifecycleSettings
 from router.policy.base import RoutingSettings
@@ -79,6 +82,7 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
     app.router.routes[:] = [chat_route(), completions_route()]
     for module in (models, ops, internal):
         app.include_router(module.router)
+    app.router.routes.append(openapi_route(app.routes, config.router, config.security))
     app.add_exception_handler(PdServeError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
     app.add_exception_handler(Exception, on_bug)
@@ -106,16 +110,14 @@ class _Server:
         self._app = app
         self._listener = listener
         self._drain_deadline_s = config.worker.drain_deadline_s
-        self._address = http_address(config.router.host, listener.getsockname()[1])
+        tls = server_tls(config.security)
+        self._address = http_address(config.router.host, listener.getsockname()[1], tls is not None)
         self._server = _QuietServer(
-            uvicorn.Config(
+            server_config(
                 app,
-                http="httptools",
+                limits_of_server(config.router),
+                tls,
                 ws="none",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(config.worker.drain_deadline_s) + 1,
                 backlog=BACKLOG,
@@ -149,6 +151,10 @@ class _QuietServer(uvicorn.Server):
         await self._serve(sockets)
 
 
+def limits_of_server(router: RouterConfig) -> ServerLimits:
+    return ServerLimits(router.max_connections, router.max_header_bytes, router.request_read_timeout_s, router.client_stall_timeout_s)
+
+
 def new_codec(config: Config, folder: Path) -> TextCodec:
     """The folder's tokenizer; where weights are random and there is none, one that stands in. Raises ModelError."""
     if config.model.load_format == "random" and not (folder / TOKENIZER_NAME).is_file():
@@ -177,7 +183,7 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int) -> Servi
     metrics = Metrics(CollectorRegistry(), Side.ROUTER)
     pool = WorkerPool(
         PoolSettings(
-            link=LinkSettings(router_id, config.security.cluster_secret),
+            link=LinkSettings(router_id, config.security.cluster_secret, tls=client_tls(config.security)),
             worker_timeout_s=router.worker_timeout_s,
             join_grace_s=config.transport.join_timeout_s,
             text_vocab_size=codec.vocab_size,

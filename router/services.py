@@ -32,7 +32,7 @@ class Services:
     is_draining: bool = False
 
     def limits(self) -> Limits:
-        return limits_of(self.pool.workers, self.max_model_len, self.codec.vocab_size)
+        return limits_of(self.pool.workers, self.max_model_len, self.codec.vocab_size, self.config.router.max_prompt_tokens)
 
     def why_not_ready(self) -> str:
         """Empty: a request could be served now."""

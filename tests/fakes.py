@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,10 +14,12 @@ import uvicorn
 from starlette.types import ASGIApp
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from pd_serve.addresses import http_address
 from pd_serve.ids import Incarnation, PeerId, WorkerId
 from pd_serve.kv.layout import KVDtype, KVLayout
 from pd_serve.protocol.link import BlockCounts, Load, PeerInfo, PeerState, Role, Welcome
 from pd_serve.protocol.sampling import SamplingParams
+from pd_serve.protocol.server import ServerLimits, server_config
 from pd_serve.wire import PROTOCOL_VERSION
 
 EOS_ID = 0
@@ -121,11 +124,22 @@ def _byte_alphabet() -> list[str]:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp, listener: socket | None = None, lifespan: str = "on") -> AsyncIterator[str]:
+async def serving(
+    app: ASGIApp,
+    listener: socket | None = None,
+    lifespan: str = "on",
+    limits: ServerLimits | None = None,
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[str]:
     """Serve an ASGI app on a real socket within this event loop; yields its address."""
     listener = listener or loopback_listener()
-    config = uvicorn.Config(
-        app, log_config=None, ws="websockets-sansio", lifespan="on" if lifespan == "on" else "off", timeout_graceful_shutdown=1
+    config = server_config(
+        app,
+        limits or ServerLimits(1024, 32 * 1024, 60.0, 30.0),
+        tls,
+        ws="websockets-sansio",
+        lifespan="on" if lifespan == "on" else "off",
+        timeout_graceful_shutdown=1,
     )
     server = _Server(config)
     task = asyncio.create_task(server.serve([listener]))
@@ -135,7 +149,7 @@ async def serving(app: ASGIApp, listener: socket | None = None, lifespan: str = 
                 await task
                 raise AssertionError("the server did not start")
             await asyncio.sleep(0.005)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield http_address("127.0.0.1", listener.getsockname()[1], tls is not None)
     finally:
         server.should_exit = True
         await task

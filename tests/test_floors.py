@@ -58,7 +58,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "transformers": ("router.tokenizer", "pd_serve.engine*", "pd_serve.model_store*"),
     "fastapi": ("router*", "workers.front*"),
     "starlette": ("router*", "workers.front*"),
-    "uvicorn": ("router.main", "workers.front"),
+    "uvicorn": ("router.main", "workers.front", "pd_serve.protocol.server"),
     "ucp": ("pd_serve.transport.ucx.ucxpy",),
     "libucx": ("pd_serve.transport.ucx.libucp",),
     "nixl": ("pd_serve.transport.nixl",),

@@ -47,12 +47,14 @@ from pd_serve.protocol.link import (
     ToRouter,
     Traces,
 )
+from pd_serve.protocol.server import ServerLimits, server_config
+from pd_serve.tls import client_tls, server_tls
 from pd_serve.wire import MAX_FRAME_NBYTES
 from workers.front_app import build_app
 from workers.front_links import Link, Links
 from workers.front_metrics import FrontMetrics
 from workers.front_rank import RANK_COMMAND, RankProcess
-from workers.front_registration import Registrar
+from workers.front_registration import Registrar, RegistrarSettings
 from workers.front_view import FrontView, Identity
 
 _log = logging.getLogger("workers.front")
@@ -65,11 +67,14 @@ TRACES_TIMEOUT_S = 5.0
 _DATE_HEADER_S = 1.0
 """Seconds between two renewals of the Date header."""
 LISTEN_BACKLOG = 256
+LIMITS = ServerLimits(max_connections=256, max_header_nbytes=16 * 1024, read_timeout_s=10.0, stall_timeout_s=10.0)
+"""Only routers, operators and probes come here: few, near and with little to say."""
 
 
 def serve_worker(config: Config, role: Role, rank_command: tuple[str, ...] = RANK_COMMAND) -> int:
     """Run a worker in the foreground until it is stopped; returns the exit code. Raises ConfigError before anything is started."""
     require_secret_beyond_loopback(config.worker.host, config.security.cluster_secret)
+    server_tls(config.security)
     with bound_socket(config.worker.host, config.worker.port) as listener:
         listener.listen(LISTEN_BACKLOG)
         config = _resolved(config, role, listener.getsockname()[1])
@@ -87,15 +92,13 @@ class Front:
         self._config = config
         self._rank = rank
         worker = config.worker
-        address = http_address(worker.advertise, worker.port)
+        address = http_address(worker.advertise, worker.port, bool(config.security.tls_cert))
         identity = Identity(WorkerId(worker.id), new_incarnation(), role, address, os.getpid())
         self.view = FrontView(identity, worker.report_interval_s, MonotonicClock())
         self._links = Links()
         self._metrics = FrontMetrics()
-        secret = config.security.cluster_secret
-        self._registrars = tuple(
-            Registrar(url, secret, worker.heartbeat_s, self.view.registration, self._links.has_router) for url in worker.routers
-        )
+        call = RegistrarSettings(config.security.cluster_secret, worker.heartbeat_s, client_tls(config.security))
+        self._registrars = tuple(Registrar(url, call, self.view.registration, self._links.has_router) for url in worker.routers)
         self._ready = asyncio.Event()
         self._reported = asyncio.Event()
         self._drain_asked = asyncio.Event()
@@ -322,14 +325,15 @@ class _Server(uvicorn.Server):
 
 
 def _uvicorn_config(front: Front) -> uvicorn.Config:
-    return uvicorn.Config(
-        build_app(front, front._config.security.cluster_secret),
+    security = front._config.security
+    return server_config(
+        build_app(front, security.cluster_secret),
+        LIMITS,
+        server_tls(security),
         ws="websockets-sansio",
         ws_max_size=MAX_FRAME_NBYTES,
         ws_per_message_deflate=False,
-        log_config=None,
         log_level="warning",
-        access_log=False,
         lifespan="off",
         timeout_graceful_shutdown=1,
     )

@@ -7,15 +7,16 @@ The link and the control routes ask for the cluster's secret (when there is one)
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
-from typing import Annotated, Protocol
+from typing import Annotated, Any, Protocol
 
 import msgspec
-from fastapi import Depends, FastAPI, Query, Request, Response, WebSocket, WebSocketDisconnect
-from fastapi.responses import JSONResponse
+from fastapi import FastAPI, Query, Request, Response, WebSocket, WebSocketDisconnect
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, PlainTextResponse
 
-from pd_serve.errors import AuthenticationError, IncompatibleError, PdServeError, ProtocolError, RequestError, UnavailableError
+from pd_serve import __version__
+from pd_serve.errors import IncompatibleError, InvalidRequestError, PdServeError, ProtocolError, RequestError, UnavailableError
 from pd_serve.ids import LinkId, RouterId
 from pd_serve.protocol.control import (
     LINK_PATH,
@@ -23,18 +24,32 @@ from pd_serve.protocol.control import (
     WORKER_ROLE_PATH,
     WORKER_STATUS_PATH,
     WORKER_TRACES_PATH,
+    ControlError,
     DrainRequest,
     RoleRequest,
     WorkerStatus,
 )
 from pd_serve.protocol.link import Role, RouterFrame, Traces, router_codec
 from pd_serve.wire import PROTOCOL_VERSION
+from workers.front_guard import CONTROL_PREFIX, ControlGuard, check_secret
 from workers.front_links import Link
 from workers.front_view import FrontView
 
 _log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 1.0
 """A router that does not read does not read the close either."""
+_NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"description": "Not so; why"}}
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"description": text, "model": ControlError}
+    for status, text in {
+        400: "Malformed",
+        401: "Wrong or missing cluster secret",
+        408: "Did not arrive in time",
+        413: "The body is too large",
+        431: "The headers are too large",
+        503: "Not ready yet",
+    }.items()
+}
 _POLICY_VIOLATION, _GOING_AWAY = 1008, 1001
 
 
@@ -65,49 +80,50 @@ class FrontControl(Protocol):
 
 
 def build_app(front: FrontControl, cluster_secret: str) -> FastAPI:
-    app = FastAPI(title="pd-serve worker", docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="pd-serve worker", version=__version__, docs_url=None, redoc_url=None)
+    app.add_middleware(ControlGuard, cluster_secret=cluster_secret, refuse=_error_response)
     view = front.view
-
-    def authorized(request: Request) -> None:
-        _check_secret(request.headers.get("authorization"), cluster_secret)
-
-    control = [Depends(authorized)]
 
     @app.exception_handler(PdServeError)
     async def on_error(_: Request, error: PdServeError) -> JSONResponse:
         return _error_response(error)
 
-    @app.get("/health")
+    @app.exception_handler(RequestValidationError)
+    async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        return _error_response(InvalidRequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
+
+    @app.get("/health", responses=_NOT_NOW)
     async def health() -> JSONResponse:
         reason = view.unhealthy
         return JSONResponse({"status": "unhealthy" if reason else "alive", "detail": reason}, 503 if reason else 200)
 
-    @app.get("/ready")
+    @app.get("/ready", responses=_NOT_NOW)
     async def ready() -> JSONResponse:
         reason = view.not_ready
         return JSONResponse({"ready": not reason, "detail": reason}, 503 if reason else 200)
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:
         return Response(front.render_metrics(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    @app.get(WORKER_STATUS_PATH, dependencies=control)
+    @app.get(WORKER_STATUS_PATH, responses=_REFUSALS)
     async def status() -> WorkerStatus:
         return view.status()
 
-    @app.post(WORKER_DRAIN_PATH, dependencies=control, status_code=202)
+    @app.post(WORKER_DRAIN_PATH, responses=_REFUSALS, status_code=202)
     async def drain(body: DrainRequest) -> WorkerStatus:
         front.drain(body.deadline_s)
         return view.status()
 
-    @app.post(WORKER_ROLE_PATH, dependencies=control, status_code=202)
+    @app.post(WORKER_ROLE_PATH, responses=_REFUSALS, status_code=202)
     async def role(body: RoleRequest) -> WorkerStatus:
         if view.welcome is None:
             raise UnavailableError("the model is loading")
         front.set_role(body.role)
         return view.status()
 
-    @app.get(WORKER_TRACES_PATH, dependencies=control)
+    @app.get(WORKER_TRACES_PATH, responses=_REFUSALS)
     async def traces(limit: Annotated[int, Query(ge=1, le=1024)] = 16) -> Response:
         return Response(msgspec.json.encode({"traces": _named(await front.traces(limit))}), media_type="application/json")
 
@@ -122,7 +138,20 @@ def build_app(front: FrontControl, cluster_secret: str) -> FastAPI:
         await websocket.accept()
         await _serve_link(front, websocket, router_id)
 
+    app.openapi_schema = _described(app, bool(cluster_secret))
     return app
+
+
+def _described(app: FastAPI, is_secret: bool) -> dict[str, Any]:
+    """FastAPI's own document, without the answer to bad input that is not ours, and with the secret."""
+    document = app.openapi()
+    document.setdefault("components", {})["securitySchemes"] = {"secret": {"type": "http", "scheme": "bearer"}}
+    for path, methods in document["paths"].items():
+        for operation in methods.values():
+            operation["responses"].pop("422", None)
+            if is_secret and path.startswith(CONTROL_PREFIX):
+                operation["security"] = [{"secret": []}]
+    return document
 
 
 async def _serve_link(front: FrontControl, websocket: WebSocket, router_id: RouterId) -> None:
@@ -188,19 +217,10 @@ async def _close_socket(websocket: WebSocket, reason: str) -> None:
         return
 
 
-def _check_secret(authorization: str | None, cluster_secret: str) -> None:
-    """Raises AuthenticationError. The comparison takes as long for a near miss as for a far one."""
-    if not cluster_secret:
-        return
-    given = (authorization or "").encode("utf-8", "surrogateescape")
-    if not hmac.compare_digest(given, f"Bearer {cluster_secret}".encode()):
-        raise AuthenticationError("wrong or missing cluster secret")
-
-
 def _check_router(websocket: WebSocket, cluster_secret: str) -> RouterId:
     """Raises AuthenticationError, IncompatibleError or RequestError."""
     headers = websocket.headers
-    _check_secret(headers.get("authorization"), cluster_secret)
+    check_secret(headers.get("authorization"), cluster_secret)
     version = headers.get("x-pd-protocol", "")
     if version != str(PROTOCOL_VERSION):
         raise IncompatibleError(f"this worker speaks protocol {PROTOCOL_VERSION}, the router {version or 'none'!s}")
@@ -218,4 +238,5 @@ def _named(traces: Traces) -> list[dict[str, object]]:
 
 def _error_response(error: PdServeError) -> JSONResponse:
     status = 409 if isinstance(error, IncompatibleError) else error.http_status
-    return JSONResponse({"error": {"message": error.message, "code": error.code}}, status)
+    message = error.message.encode("utf-8", "replace").decode()  # names of a hostile body may hold half characters
+    return JSONResponse({"error": {"message": message, "code": error.code}}, status)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import ssl
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import httpx
 from pydantic import ValidationError
@@ -23,20 +25,28 @@ _LINKED_HEARTBEATS = 10
 """While linked, one heartbeat of so many is made."""
 
 
+@dataclass(frozen=True, slots=True)
+class RegistrarSettings:
+    cluster_secret: str
+    heartbeat_s: float
+    tls: ssl.SSLContext | None = None
+    """For routers at https://; None: the system's authorities."""
+
+
 class Registrar:
     """Registers every `heartbeat_s` (rarely while linked), and at once when hastened."""
 
     def __init__(
         self,
         router_url: str,
-        cluster_secret: str,
-        heartbeat_s: float,
+        settings: RegistrarSettings,
         current: Callable[[], RegisterWorker],
         is_linked: Callable[[RouterId], bool],
     ) -> None:
         self._url = router_url.rstrip("/")
-        self._headers = {"Authorization": f"Bearer {cluster_secret}"} if cluster_secret else {}
-        self._heartbeat_s = heartbeat_s
+        self._headers = {"Authorization": f"Bearer {settings.cluster_secret}"} if settings.cluster_secret else {}
+        self._tls = True if settings.tls is None else settings.tls
+        self._heartbeat_s = settings.heartbeat_s
         self._current = current
         self._is_linked = is_linked
         self._router_id: RouterId | None = None
@@ -50,7 +60,9 @@ class Registrar:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with httpx.AsyncClient(base_url=self._url, headers=self._headers, timeout=_REQUEST_TIMEOUT_S, trust_env=False) as client:
+        async with httpx.AsyncClient(
+            base_url=self._url, headers=self._headers, timeout=_REQUEST_TIMEOUT_S, trust_env=False, verify=self._tls
+        ) as client:
             while True:
                 self._note(await self._register(client))
                 with contextlib.suppress(TimeoutError):

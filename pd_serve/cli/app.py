@@ -249,8 +249,12 @@ def chat(
 ) -> int:
     """Chat with a running endpoint in the terminal."""
     from pd_serve.cli.chat import ChatSettings, run_chat
+    from pd_serve.config_sources import load_config
+    from pd_serve.tls import client_tls
 
-    return run_chat(ChatSettings(url, model, system, temperature, max_tokens, api_key), message)
+    security = load_config(sources(None, None, ())).security
+    tls = client_tls(security) if security.tls_ca else None
+    return run_chat(ChatSettings(url, model, system, temperature, max_tokens, api_key), message, tls)
 
 
 @app.command(epilog="Example:\n\n  pd-serve doctor --model demo --port 8000")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,10 +63,11 @@ class Conversation:
         self.messages = [*messages, {"role": "assistant", "content": answer}]
 
 
-def run_chat(settings: ChatSettings, message: str | None) -> int:
-    """One answer when there is a message, else a conversation. Raises EndpointError."""
+def run_chat(settings: ChatSettings, message: str | None, tls: ssl.SSLContext | None = None) -> int:
+    """One answer when there is a message, else a conversation. `tls` None: the usual authorities. Raises EndpointError."""
     headers = {"Authorization": f"Bearer {settings.api_key}"} if settings.api_key else {}
-    with httpx.Client(base_url=settings.url.rstrip("/"), headers=headers, timeout=_TIMEOUT, trust_env=False) as client:
+    verify = True if tls is None else tls
+    with httpx.Client(base_url=settings.url.rstrip("/"), headers=headers, timeout=_TIMEOUT, trust_env=False, verify=verify) as client:
         conversation = Conversation(client, settings)
         if message is not None:
             _print_answer(conversation.ask(sys.stdin.read() if message == "-" else message))

@@ -17,6 +17,7 @@ import httpx
 from pd_serve.cli.launch_child import Child, describe_exit
 from pd_serve.cli.launch_plan import ROUTER, LaunchPlan
 from pd_serve.errors import PdServeError
+from pd_serve.tls import client_tls
 
 STOP_MARGIN_S = 10.0
 """Beyond a process's own drain deadline."""
@@ -55,6 +56,7 @@ class Launcher:
     def __init__(self, plan: LaunchPlan, run_dir: Path, view: LaunchView) -> None:
         self._view = view
         self._launch = plan.config.launch
+        self._tls = client_tls(plan.config.security)
         self._drain_s = plan.config.worker.drain_deadline_s
         self._router = Child(plan.router, run_dir)
         self._workers = tuple(Child(worker, run_dir) for worker in plan.workers)
@@ -123,7 +125,7 @@ class Launcher:
         missing = list(self.children)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._launch.ready_timeout_s
-        async with httpx.AsyncClient(timeout=2.0, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=2.0, trust_env=False, verify=self._tls) as client:
             while missing:
                 self._view.waiting([child.plan.name for child in missing])
                 missing = [child for child in missing if not await _answers_ready(client, child.plan.address)]

@@ -41,7 +41,7 @@ class ProcessPlan:
     role: str
     """`router`, `prefill`, `decode`, `colocated`: also the command that runs it."""
     address: str
-    """http://host:port at which this machine reaches it."""
+    """http(s)://host:port at which this machine reaches it."""
     config: Config
     env: Mapping[str, str]
     """Added to the launcher's environment."""
@@ -147,11 +147,11 @@ def _gpu_env(config: Config, machine: Machine, position: int) -> dict[str, str]:
 
 def _plan_router(base: Config, port: int) -> ProcessPlan:
     config = _replace(base, router=base.router.model_copy(update={"port": port}))
-    return ProcessPlan(ROUTER, ROUTER, http_address(_reachable(config.router.host), port), config, {})
+    return ProcessPlan(ROUTER, ROUTER, http_address(_reachable(config.router.host), port, bool(config.security.tls_cert)), config, {})
 
 
 def _plan_worker(role: RoleTable, config: Config, gpu_env: Mapping[str, str]) -> ProcessPlan:
-    address = http_address(_reachable(config.worker.host), config.worker.port)
+    address = http_address(_reachable(config.worker.host), config.worker.port, bool(config.security.tls_cert))
     return ProcessPlan(config.worker.id, role.value, address, config, {**thread_env(config.engine.threads), **gpu_env})
 
 

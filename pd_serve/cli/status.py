@@ -15,6 +15,7 @@ from rich.text import Text
 from pd_serve.cli.http import EndpointError, refused, unreachable
 from pd_serve.config_sources import Sources, load_config
 from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PeerLaneStatus, RouterStatus, WorkerStatus
+from pd_serve.tls import client_tls
 
 _BAR_WIDTH = 6
 _COUNTS = ("run", "wait", "prefill", "leases")
@@ -23,10 +24,10 @@ _COUNTS = ("run", "wait", "prefill", "leases")
 def show_status(router: str, sources: Sources, as_json: bool, once: bool, interval_s: float) -> int:
     """Raises EndpointError when the router cannot be asked, ConfigError for a mistake in the settings."""
     url = router.rstrip("/")
-    secret = load_config(sources).security.cluster_secret
-    headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+    security = load_config(sources).security
+    headers = {"Authorization": f"Bearer {security.cluster_secret}"} if security.cluster_secret else {}
     console = Console(highlight=False)
-    with httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False) as client:
+    with httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False, verify=client_tls(security)) as client:
         status = _ask(client, url)
         if as_json:
             print(status.model_dump_json())

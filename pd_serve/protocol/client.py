@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Callable
 from typing import TypeVar, cast
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
@@ -23,6 +23,7 @@ from websockets.http11 import Response
 from websockets.protocol import State
 from websockets.uri import parse_uri
 
+from pd_serve.addresses import http_address, split_address
 from pd_serve.errors import AuthenticationError, NotFoundError, PeerLostError, ProtocolError
 from pd_serve.ids import RouterId
 from pd_serve.protocol.control import (
@@ -58,6 +59,8 @@ class LinkSettings(msgspec.Struct, frozen=True):
     router_id: RouterId
     cluster_secret: str
     connect_timeout_s: float = 5.0
+    tls: ssl.SSLContext | None = None
+    """For https:// addresses; None: the system's authorities."""
 
 
 FrameSink = Callable[["Link", WorkerFrame], None]
@@ -208,20 +211,18 @@ class Link(asyncio.Protocol):
 
 
 async def open_link(address: str, settings: LinkSettings, on_frame: FrameSink, on_closed: ClosedSink) -> Link:
-    """Connect to `http://host:port`. Frames may be delivered before this returns.
+    """Connect to `http://host:port` or `https://host:port`. Frames may be delivered before this returns.
 
     Raises PeerLostError (unreachable, no answer in time), AuthenticationError (wrong secret), ProtocolError (not a link).
     """
-    parts = urlsplit(address)
-    if parts.scheme != "http" or not parts.hostname:
-        raise ProtocolError(f"worker address {address!r} is not http://host:port")
     loop = asyncio.get_running_loop()
-    host, port = parts.hostname, parts.port or 80
-    url = f"ws://[{host}]:{port}{LINK_PATH}" if ":" in host else f"ws://{host}:{port}{LINK_PATH}"
+    is_tls, host, port = split_address(address)
+    tls = (settings.tls or ssl.create_default_context()) if is_tls else None
+    url = http_address(host, port, is_tls).replace("http", "ws", 1) + LINK_PATH
     link: Link | None = None
     try:
         async with asyncio.timeout(settings.connect_timeout_s):
-            _, link = await loop.create_connection(lambda: Link(url, settings, on_frame, on_closed), host, port)
+            _, link = await loop.create_connection(lambda: Link(url, settings, on_frame, on_closed), host, port, ssl=tls)
             await link.opened
     except TimeoutError as error:
         raise PeerLostError(f"no answer from {address} in {settings.connect_timeout_s:g} s") from error
@@ -239,10 +240,11 @@ class ControlClient:
     Every call raises PeerLostError when there is no answer, AuthenticationError on 401/403, NotFoundError on 404, ProtocolError otherwise.
     """
 
-    def __init__(self, base_url: str, cluster_secret: str = "", timeout_s: float = 5.0) -> None:
+    def __init__(self, base_url: str, cluster_secret: str = "", timeout_s: float = 5.0, tls: ssl.SSLContext | None = None) -> None:
         headers = {"Authorization": f"Bearer {cluster_secret}"} if cluster_secret else {}
         self._base_url = base_url.rstrip("/")
-        self._http = httpx.AsyncClient(base_url=self._base_url, headers=headers, timeout=timeout_s, trust_env=False)
+        verify = True if tls is None else tls
+        self._http = httpx.AsyncClient(base_url=self._base_url, headers=headers, timeout=timeout_s, trust_env=False, verify=verify)
 
     async def __aenter__(self) -> ControlClient:
         return self

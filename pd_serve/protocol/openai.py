@@ -9,20 +9,20 @@ Source: https://platform.openai.com/docs/api-reference (chat, completions, model
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from pd_serve.errors import InvalidRequestError, PdServeError, RequestError
 
-MAX_STOP_STRINGS = 4
-MAX_STOP_STRING_LENGTH = 1024
-"""Characters; bounds the text that is held back."""
+MAX_STOP_STRINGS = 64
+MAX_STOP_STRING_LENGTH = 16384
+"""Characters; bounds the text that is held back. Like MAX_STOP_STRINGS and MAX_LOGIT_BIAS, the most a router can be configured to take."""
 MAX_LOGPROBS_CHAT = 20
 MAX_LOGPROBS_COMPLETION = 5
 MAX_STOP_TOKEN_IDS = 64
-MAX_LOGIT_BIAS = 1024
+MAX_LOGIT_BIAS = 16384
 MAX_PROMPTS = 256
 
 _OFF: Mapping[str, tuple[object, ...]] = {
@@ -47,6 +47,22 @@ _OFF: Mapping[str, tuple[object, ...]] = {
 _IGNORED = ("user", "metadata", "safety_identifier", "prompt_cache_key")
 """Hints that change no answer."""
 
+
+def describe_screening(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Adds to a model's JSON schema what `_screen` takes besides its fields: nulls, hints, and what asks for nothing."""
+    properties = schema["properties"]
+    properties["logit_bias"]["propertyNames"] = {"pattern": "^[0-9]{1,9}$"}
+    properties["stop"] = {"anyOf": [{"type": "string", "maxLength": MAX_STOP_STRING_LENGTH}, properties["stop"]]}
+    for name, of in properties.items():
+        if name not in schema["required"] and {"type": "null"} not in of.get("anyOf", ()):
+            properties[name] = {"anyOf": [*of.get("anyOf", [of]), {"type": "null"}]}
+    for name in _IGNORED:
+        properties[name] = {"description": "Changes nothing"}
+    for name, values in _OFF.items():
+        if name not in model.model_fields:
+            properties[name] = {"enum": [*values, None], "description": "Not served: only what asks for nothing is taken"}
+
+
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -61,6 +77,8 @@ class StreamOptions(RequestModel):
 
 class GenerationRequest(RequestModel):
     """What chat and completions share."""
+
+    model_config = ConfigDict(json_schema_extra=describe_screening)
 
     model: str = Field(max_length=512)
     stream: bool = False

@@ -11,8 +11,9 @@ from typing import Generic, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
+from pd_serve.config import RouterConfig
 from pd_serve.errors import InvalidRequestError, NotFoundError
-from pd_serve.protocol.openai import GenerationRequest
+from pd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
 from pd_serve.protocol.sampling import SamplingParams
 from router.admission import Limits, read_body
 from router.exchange import AnswerPlan, ExchangeResponse, PreparedPrompt
@@ -43,14 +44,27 @@ class GenerationEndpoint(Generic[R]):
             parsed = self._parse(await read_body(request, services.config.router.max_body_bytes))
             if parsed.model != services.model_name:
                 raise NotFoundError(f"The model `{parsed.model}` does not exist; this server has `{services.model_name}`", "model")
-            if parsed.n > services.config.router.max_n:
-                raise InvalidRequestError(f"'n' may be at most {services.config.router.max_n}", "n")
+            check_counts(parsed, services.config.router)
             response = ExchangeResponse(services, await self._plan(services, parsed))
             has_begun = True
         finally:
             if not has_begun:
                 services.admission.leave()
         await response(scope, receive, send)
+
+
+def check_counts(request: GenerationRequest, limits: RouterConfig) -> None:
+    """Raises InvalidRequestError for what is more, or longer, than this server was configured to take."""
+    if request.n > limits.max_n:
+        raise InvalidRequestError(f"'n' may be at most {limits.max_n}", "n")
+    if len(request.stop) > limits.max_stop_strings:
+        raise InvalidRequestError(f"'stop' may hold at most {limits.max_stop_strings} strings", "stop")
+    if any(len(stop) > limits.max_stop_string_length for stop in request.stop):
+        raise InvalidRequestError(f"a string of 'stop' may have at most {limits.max_stop_string_length} characters", "stop")
+    if len(request.logit_bias) > limits.max_logit_bias:
+        raise InvalidRequestError(f"'logit_bias' may name at most {limits.max_logit_bias} tokens", "logit_bias")
+    if isinstance(request, ChatCompletionRequest) and len(request.messages) > limits.max_messages:
+        raise InvalidRequestError(f"'messages' may hold at most {limits.max_messages} messages", "messages")
 
 
 async def tokenize(codec: TextCodec, text: str, add_special_tokens: bool) -> tuple[int, ...]:

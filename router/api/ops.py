@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
 
 from router.services import services_of
 
@@ -18,7 +18,7 @@ async def health() -> JSONResponse:
     return JSONResponse({"status": "ok"})
 
 
-@router.get("/ready")
+@router.get("/ready", responses={503: {"description": "Cannot generate now; the reason", "content": {"application/json": {}}}})
 async def ready(request: Request) -> JSONResponse:
     """Can generate: 200, else 503 with the reason."""
     reason = services_of(request).why_not_ready()
@@ -27,7 +27,7 @@ async def ready(request: Request) -> JSONResponse:
     return JSONResponse({"status": "ready"})
 
 
-@router.get("/metrics")
+@router.get("/metrics", response_class=PlainTextResponse)
 async def metrics(request: Request) -> Response:
     services = services_of(request)
     services.metrics.record("pd_serve_open_requests", services.admission.num_open)

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from pd_serve.ids import RouterId
 from pd_serve.protocol.control import Registered, RegisterWorker
 from pd_serve.protocol.link import Role
-from workers.front_registration import Registrar
+from workers.front_registration import Registrar, RegistrarSettings
 
 WORKER = RegisterWorker(worker_id="w", incarnation=1, address="http://127.0.0.1:1", role=Role.DECODE, ready=True)
 HEARTBEAT_S = 0.03
@@ -42,7 +42,7 @@ async def registering(linked: set[RouterId]) -> AsyncIterator[tuple[Router, Regi
     router = Router()
     async with await asyncio.start_server(router.answer, "127.0.0.1", 0) as server:
         host, port = server.sockets[0].getsockname()
-        registrar = Registrar(f"http://{host}:{port}", "", HEARTBEAT_S, lambda: WORKER, linked.__contains__)
+        registrar = Registrar(f"http://{host}:{port}", RegistrarSettings("", HEARTBEAT_S), lambda: WORKER, linked.__contains__)
         task = asyncio.create_task(registrar.run())
         yield router, registrar
         task.cancel()

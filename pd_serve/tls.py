@@ -1,0 +1,31 @@
+"""TLS of our listeners and of our own connections to them, from `security.tls_*`. Used by the router, the fronts and the cli."""
+
+from __future__ import annotations
+
+import ssl
+
+from pd_serve.config import SecurityConfig
+from pd_serve.errors import ConfigError
+
+
+def server_tls(security: SecurityConfig) -> ssl.SSLContext | None:
+    """None: plain HTTP. Raises ConfigError, one line, for half a setting or a file that is none."""
+    if not security.tls_cert and not security.tls_key:
+        return None
+    if not security.tls_cert or not security.tls_key:
+        raise ConfigError("security.tls_cert and security.tls_key belong together: one of them is missing")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        context.load_cert_chain(security.tls_cert, security.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cannot use {security.tls_cert} with {security.tls_key}: {error}") from error
+    return context
+
+
+def client_tls(security: SecurityConfig) -> ssl.SSLContext:
+    """For connections to https:// addresses: the server must show a certificate of `tls_ca` (empty: of the system's) for its host name."""
+    try:
+        return ssl.create_default_context(cafile=security.tls_ca or None)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cannot use security.tls_ca {security.tls_ca}: {error}") from error
