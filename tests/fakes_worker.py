@@ -51,6 +51,8 @@ class Script:
     """The reply ends with the end-of-sequence token; otherwise it is repeated for as long as asked."""
     interval_s: float = 0.0
     refuse: RefusalReason | None = None
+    capacity: int = 0
+    """Attempts above which a worker refuses for want of room; 0: none."""
     fail_after: int = -1
     """Tokens after which every attempt fails (ENGINE); -1: never."""
     stall_after: int = -1
@@ -193,9 +195,10 @@ class MockWorker:
 
     async def _decode(self, frame: Open) -> None:
         attempt, script = frame.attempt_id, self.script
-        if script.refuse is not None:
+        is_full = 0 < script.capacity < len(self.open_attempts)
+        if script.refuse is not None or is_full:
             self.open_attempts.discard(attempt)
-            self.send(Refused(attempt, script.refuse, "scripted"))
+            self.send(Refused(attempt, script.refuse or RefusalReason.NO_CAPACITY, "scripted"))
             return
         if frame.writer is None:
             self.send(Reserved(attempt, None, script.num_cached_tokens))

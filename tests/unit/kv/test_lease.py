@@ -67,6 +67,14 @@ def test_deadline_alone_frees_nothing() -> None:
     assert pool.num_allocatable == 0
 
 
+def test_a_live_old_lease_does_not_hold_up_an_expired_younger_one() -> None:
+    pool, table = make()
+    old, young = grant(pool, table, deadline=100.0), grant(pool, table, deadline=5.0)
+    assert table.next_deadline() == 5.0
+    assert table.expired(5.0) == (young,)
+    assert table.expired(100.0) == (old, young)
+
+
 def test_shared_prefix_of_an_abandoned_lease_returns_at_once() -> None:
     pool, table = make(4)
     ids = list(range(8))

@@ -227,8 +227,8 @@ async def test_every_start_order_converges(tmp_path: Path, order: tuple[str, ...
 
 
 async def test_overload_by_impatient_clients_leaves_an_idle_system(tmp_path: Path) -> None:
-    """Three times the capacity, clients that give up after 0.3 s: then the queue is empty and the next answer as quick as the first."""
-    worker = mock_worker(role=Role.BOTH, script=Script(interval_s=0.02, eos_after=False))
+    """Many times the capacity, clients that give up after 0.3 s: then the queue is empty and the next answer as quick as the first."""
+    worker = mock_worker(role=Role.BOTH, script=Script(interval_s=0.02, eos_after=False, capacity=4))
     async with cluster(tmp_path, worker) as c:
 
         async def timed() -> float:
@@ -240,15 +240,17 @@ async def test_overload_by_impatient_clients_leaves_an_idle_system(tmp_path: Pat
 
         async def impatient() -> bool:
             try:
-                await c.http.post("/v1/completions", json=completion_body(prompt="x" * 300, max_tokens=30), timeout=0.3)
+                await c.http.post("/v1/completions", json=completion_body(prompt="x" * 300, max_tokens=10), timeout=0.3)
             except httpx.TimeoutException:
                 return False
             return True
 
-        tasks = []
+        tasks, most_queued = [], 0
         for _ in range(60):
             tasks.append(asyncio.create_task(impatient()))
             await asyncio.sleep(0.01)
+            most_queued = max(most_queued, c.services.dispatcher.num_queued)
+        assert most_queued > 10
         assert not all(await asyncio.gather(*tasks))
         await until(lambda: c.services.dispatcher.is_empty() and c.services.admission.num_open == 0, "empty", 1)
         assert c.services.dispatcher.num_queued == 0
