@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import inf, isfinite
+
 import msgspec
 
 
@@ -31,6 +33,19 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """Generated tokens (over all attempts) before which end-of-sequence and stop tokens are masked out."""
     num_logprobs: int = -1
     """-1: none. 0: of the chosen token only. n: of the n likeliest as well."""
+
+    def problem(self, vocab_size: int) -> str:
+        """Why no token can be sampled by these; empty when one can. Asked by every worker: one such request would end a whole step."""
+        finite = (self.temperature, self.presence_penalty, self.frequency_penalty, *(bias for _, bias in self.logit_bias))
+        if not all(map(isfinite, finite)) or self.temperature < 0:
+            return "temperature, penalties and biases must be finite"
+        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1 or self.top_k < 0 or not 0 < self.repetition_penalty < inf:
+            return "top_p, top_k, min_p or repetition_penalty out of range"
+        if self.max_tokens < 1 or self.min_tokens < 0 or not 0 <= self.seed < 2**63 or not -1 <= self.num_logprobs <= vocab_size:
+            return "max_tokens, min_tokens, seed or num_logprobs out of range"
+        if not all(0 <= token_id < vocab_size for token_id in (*self.stop_token_ids, *(token_id for token_id, _ in self.logit_bias))):
+            return "stop_token_ids or logit_bias name a token that is not in the vocabulary"
+        return ""
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

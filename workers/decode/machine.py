@@ -226,8 +226,10 @@ class DecodeMachine:
     def _refusal(self, frame: Open, is_joined: bool) -> tuple[RefusalReason, str] | None:
         settings = self._settings
         num_tokens, sampling = len(frame.token_ids), frame.sampling
-        if not 0 <= frame.num_output_tokens < num_tokens or sampling.max_tokens < 1 or not 0 < frame.timeout_s <= _LONGEST_TIMEOUT_S:
+        if not 0 <= frame.num_output_tokens < num_tokens or not 0 < frame.timeout_s <= _LONGEST_TIMEOUT_S:
             return RefusalReason.INVALID, "malformed request"
+        if problem := sampling.problem(settings.vocab_size):
+            return RefusalReason.INVALID, problem
         if num_tokens + sampling.max_tokens > settings.max_model_len:
             return RefusalReason.TOO_LONG, f"{num_tokens} + {sampling.max_tokens} tokens exceed {settings.max_model_len}"
         if not all(0 <= token < settings.vocab_size for token in frame.token_ids):

@@ -241,8 +241,10 @@ class PrefillMachine:
         num_tokens = len(frame.token_ids)
         if not 0 <= frame.num_output_tokens < num_tokens or num_tokens + frame.sampling.max_tokens > settings.max_model_len:
             return FailureReason.REFUSED, f"{num_tokens} + {frame.sampling.max_tokens} tokens exceed {settings.max_model_len}"
-        if frame.sampling.max_tokens < 1 or not all(0 <= token < settings.vocab_size for token in frame.token_ids):
+        if not all(0 <= token < settings.vocab_size for token in frame.token_ids):
             return FailureReason.REFUSED, "malformed request"
+        if problem := frame.sampling.problem(settings.vocab_size):
+            return FailureReason.REFUSED, problem
         if frame.attempt_id in self._jobs or self._scheduler.get(frame.attempt_id) is not None:
             return FailureReason.REFUSED, "attempt is here already"
         if self._spent.contains(target.lease.holder, target.lease.lease_id):
