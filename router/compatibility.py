@@ -1,12 +1,17 @@
-"""Whether a worker may join: decided from its Welcome, before any request is sent there. Both values are named in every refusal."""
+"""Whether a worker may join, decided from its Welcome before any request is sent there, and whether its tokens can be told to a client.
+
+Both values are named in every refusal to join.
+"""
 
 from __future__ import annotations
+
+from math import inf
 
 import msgspec
 
 from pd_serve.errors import IncompatibleError
 from pd_serve.ids import WorkerId
-from pd_serve.protocol.link import Welcome
+from pd_serve.protocol.link import Step, Welcome
 from pd_serve.wire import PROTOCOL_VERSION
 
 
@@ -30,6 +35,21 @@ def check_compatible(welcome: Welcome, text_vocab_size: int, reference: Welcome 
     _same("transport", info.transport, reference.info.transport, other)
     num_blocks = reference.info.layout.num_blocks
     _same("KV layout", msgspec.structs.replace(info.layout, num_blocks=num_blocks), reference.info.layout, other)
+
+
+def nonsense_in(frame: Step, vocab_size: int) -> str:
+    """What in a step no worker of that vocabulary can mean; empty when there is nothing. On the path of every token."""
+    for token in frame.outputs:
+        if not 0 <= token.token_id < vocab_size:
+            return f"sent token {token.token_id}, but has {vocab_size}"
+        logprobs = token.logprobs
+        if logprobs is None:
+            continue
+        if len(logprobs.top_ids) != len(logprobs.top) or not all(0 <= token_id < vocab_size for token_id in logprobs.top_ids):
+            return "sent log-probabilities of tokens that do not exist"
+        if not all(value < inf for value in (logprobs.chosen, *logprobs.top)):
+            return "sent log-probabilities that are no numbers"
+    return ""
 
 
 def _same(what: str, mine: object, theirs: object, whose: str) -> None:

@@ -20,8 +20,8 @@ from pd_serve.ids import Incarnation, PeerId, WorkerId
 from pd_serve.observe import Metrics
 from pd_serve.protocol.client import Link, LinkSettings, open_link
 from pd_serve.protocol.control import BlockStatus, PeerLaneStatus, RegisterWorker, WorkerStatus
-from pd_serve.protocol.link import BlockCounts, Load, Peers, PeerStatus, Role, RouterFrame, Welcome, WorkerFrame
-from router.compatibility import check_compatible
+from pd_serve.protocol.link import BlockCounts, Load, Peers, PeerStatus, Role, RouterFrame, Step, Welcome, WorkerFrame
+from router.compatibility import check_compatible, nonsense_in
 
 logger = logging.getLogger(__name__)
 
@@ -278,6 +278,8 @@ class WorkerPool:
             self.on_change()
         elif isinstance(frame, Welcome):
             self._refuse(address, link, "sent a second Welcome")
+        elif isinstance(frame, Step) and (problem := nonsense_in(frame, worker.welcome.vocab_size)):
+            self._refuse(address, link, problem)
         else:
             self.on_frame(worker.peer, frame)
 
