@@ -13,16 +13,15 @@ import heapq
 import itertools
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pd_serve.clock import Clock
-from pd_serve.errors import NoWorkerError, OverloadedError, PdServeError
+from pd_serve.errors import ContextLengthError, NoWorkerError, OverloadedError, PdServeError
 from pd_serve.ids import AttemptId, PeerId
 from pd_serve.observe import Metrics
 from pd_serve.protocol.link import (
     Closed,
     Failed,
-    FinishReason,
     Load,
     Open,
     Prefill,
@@ -35,6 +34,7 @@ from pd_serve.protocol.link import (
     WorkerFrame,
 )
 from pd_serve.protocol.sampling import SamplingParams
+from router.generation import Generation
 from router.lifecycle import (
     Action,
     Assigned,
@@ -54,7 +54,7 @@ from router.lifecycle import (
     WorkerLost,
 )
 from router.load import LoadBook
-from router.policy.base import Demand, Policy, RoutingSettings, WorkerView, possible_routes
+from router.policy.base import Policy, RoutingSettings, WorkerView, possible_routes
 from router.pool import WorkerPool
 from router.timeline import Timeline
 
@@ -68,33 +68,6 @@ class DispatcherSettings:
     max_queued: int
     share_prefix: bool
     """Workers keep a prefix cache: further choices of a prompt follow the first to its decode worker."""
-
-
-@dataclass(slots=True, eq=False)
-class Generation:
-    """One choice, as its reader sees it: tokens appear in `tokens`, then one of `finish` and `error`; `wake` tells of each change."""
-
-    key: int
-    num_prompt_tokens: int
-    lifecycle: Lifecycle
-    max_tokens: int
-    wake: Callable[[], None]
-    wakes_on_token: bool
-    tokens: list[TokenOutput] = field(default_factory=list)
-    finish: FinishReason | None = None
-    error: PdServeError | None = None
-    followers: tuple[Generation, ...] = ()
-    """Choices of the same prompt that wait for this one's first token, so that its KV is sent once."""
-    beside: PeerId | None = None
-    avoid: frozenset[PeerId] = frozenset()
-    reason: MoveReason = MoveReason.FIRST
-    is_queued: bool = False
-    attempt_id: AttemptId | None = None
-    charged: tuple[PeerId, ...] = ()
-    submitted_at: float = 0.0
-    last_token_at: float = 0.0
-    queue_timer: asyncio.TimerHandle | None = None
-    request_timer: asyncio.TimerHandle | None = None
 
 
 class Dispatcher:
@@ -137,14 +110,20 @@ class Dispatcher:
         return not (self._open or self._by_attempt or self._num_queued) and self._book.is_empty()
 
     def submit(
-        self, token_ids: tuple[int, ...], samplings: tuple[SamplingParams, ...], wake: Callable[[], None], wakes_on_token: bool = True
+        self,
+        token_ids: tuple[int, ...],
+        samplings: tuple[SamplingParams, ...],
+        wake: Callable[[], None],
+        wakes_on_token: bool = True,
+        takes_what_fits: bool = False,
     ) -> tuple[Generation, ...]:
         """Begin one choice per sampling of one prompt. `wakes_on_token` False: wake is called at the end only.
+        `takes_what_fits`: max_tokens may be lowered to what the workers turn out to take.
 
         Raises OverloadedError when it would have to wait and the queue is full.
         """
         self._metrics.record("pd_serve_prompt_tokens_total", len(token_ids))
-        generations = tuple(self._new(token_ids, sampling, wake, wakes_on_token) for sampling in samplings)
+        generations = tuple(self._new(token_ids, sampling, wake, wakes_on_token, takes_what_fits) for sampling in samplings)
         first, rest = generations[0], generations[1:]
         starting = generations
         if rest and self._settings.share_prefix:
@@ -303,16 +282,17 @@ class Dispatcher:
                 heapq.heappop(self._queue)
                 continue
             lifecycle = generation.lifecycle
-            num_tokens = generation.num_prompt_tokens + lifecycle.num_output_tokens
-            demand = Demand(num_tokens, generation.max_tokens - lifecycle.num_output_tokens, generation.avoid, generation.beside)
-            routes = possible_routes(demand, self._views(), self._settings.routing)
+            demand, views = generation.demand, self._views()
+            routes = possible_routes(demand, views, self._settings.routing)
             if not routes:
+                if self._settle_length(generation, views):
+                    continue
                 return
             heapq.heappop(self._queue)
             route = self._policy.choose(demand, routes)
             self._unqueue(generation)
             prefill = None if route.prefill is None else route.prefill.peer
-            self._book.charge(generation.key, prefill, route.decode.peer, num_tokens)
+            self._book.charge(generation.key, prefill, route.decode.peer, demand.num_tokens)
             generation.charged = (route.decode.peer,) if prefill is None else (prefill, route.decode.peer)
             self._metrics.count("pd_serve_routing_decisions_total", route.kind.value, route.reason)
             self.timeline.assigned(generation.key, prefill, route.decode.peer, self._now())
@@ -321,6 +301,19 @@ class Dispatcher:
             if generation.attempt_id is not None:
                 self._by_attempt[generation.attempt_id] = generation
             self._apply(generation, actions)
+
+    def _settle_length(self, generation: Generation, views: tuple[WorkerView, ...]) -> bool:
+        """A choice that came before its workers may be too long for all of them: shorten it, or turn it away, lest it hold up others."""
+        longest = max((view.max_model_len for view in views if view.can_decode), default=0)
+        if not longest or generation.num_prompt_tokens + generation.max_tokens <= longest:
+            return False
+        if generation.shrink(min((view.max_model_len for view in views if view.max_model_len > generation.num_tokens), default=0)):
+            return True
+        if generation.lifecycle.num_output_tokens:
+            return False
+        error = ContextLengthError(f"This model's maximum context length is {longest} tokens; more were requested", "max_tokens")
+        self._apply(generation, (*generation.lifecycle.handle(CancelRequested(), self._now()), GaveUp(error)))
+        return True
 
     def _views(self) -> tuple[WorkerView, ...]:
         return tuple(self._book.view(worker, self._pool.is_joining(worker)) for worker in self._pool.workers if worker.is_available)
@@ -335,9 +328,11 @@ class Dispatcher:
 
     # ---- beginning and end
 
-    def _new(self, token_ids: tuple[int, ...], sampling: SamplingParams, wake: Callable[[], None], wakes_on_token: bool) -> Generation:
+    def _new(
+        self, token_ids: tuple[int, ...], sampling: SamplingParams, wake: Callable[[], None], wakes_on_token: bool, takes_what_fits: bool
+    ) -> Generation:
         lifecycle = Lifecycle(self._settings.lifecycle, token_ids, sampling, self._new_attempt_id)
-        generation = Generation(next(self._keys), len(token_ids), lifecycle, sampling.max_tokens, wake, wakes_on_token)
+        generation = Generation(next(self._keys), len(token_ids), lifecycle, sampling.max_tokens, wake, wakes_on_token, takes_what_fits)
         generation.submitted_at = self._now()
         generation.request_timer = self._loop.call_later(self._settings.request_timeout_s, self._timed_out, generation)
         self._open[generation.key] = generation

@@ -24,7 +24,7 @@ from pd_serve.protocol.sampling import SamplingParams
 from pd_serve.protocol.server import cut_of
 from router.api.errors import error_response
 from router.choice import ChoiceText, Piece
-from router.dispatcher import Generation
+from router.generation import Generation
 from router.services import Services
 from router.sse import DONE, EventWriter, error_event
 
@@ -39,6 +39,8 @@ class PreparedPrompt:
     token_ids: tuple[int, ...]
     samplings: tuple[SamplingParams, ...]
     """One per choice."""
+    takes_what_fits: bool = False
+    """The client named no max_tokens."""
 
 
 @dataclass(slots=True)
@@ -111,7 +113,9 @@ class ExchangeResponse(Response):
     def _submit(self) -> None:
         wakes_on_token = self._plan.events is not None or bool(self._plan.stops)
         for prompt in self._plan.prompts:
-            generations = self._services.dispatcher.submit(prompt.token_ids, prompt.samplings, self._woken, wakes_on_token)
+            generations = self._services.dispatcher.submit(
+                prompt.token_ids, prompt.samplings, self._woken, wakes_on_token, prompt.takes_what_fits
+            )
             for generation, sampling in zip(generations, prompt.samplings, strict=True):
                 text = ChoiceText(self._services.codec, self._plan.stops, sampling.min_tokens)
                 self._choices.append(ChoiceState(text, generation, []))

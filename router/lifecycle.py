@@ -235,6 +235,10 @@ class Lifecycle:
         """Prompt and tokens so far: what an assignment must find room for."""
         return tuple(self._token_ids)
 
+    def limit_output(self, max_tokens: int) -> None:
+        """Generate no more than so many tokens in all. Precondition: no attempt is under way, and more than have been generated."""
+        self._sampling = msgspec.structs.replace(self._sampling, max_tokens=max_tokens)
+
     def start(self) -> tuple[Action, ...]:
         return (NeedAssignment(frozenset(), MoveReason.FIRST),)
 

@@ -103,7 +103,7 @@ def prepared_prompt(
         )
         for index in range(request.n)
     )
-    return PreparedPrompt(token_ids, samplings)
+    return PreparedPrompt(token_ids, samplings, takes_what_fits=wanted is None)
 
 
 def new_response_id(prefix: str) -> str:

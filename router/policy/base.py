@@ -144,4 +144,5 @@ def _can_hold(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> 
 
 
 def _can_compute(demand: Demand, worker: WorkerView) -> bool:
-    return demand.num_tokens < min(worker.max_model_len, worker.num_pool_tokens)
+    """A prefill worker refuses what it could not finish by itself."""
+    return demand.num_tokens + demand.max_new_tokens <= worker.max_model_len and demand.num_tokens < worker.num_pool_tokens

@@ -263,3 +263,23 @@ async def test_emptiness_check_sees_a_planted_charge(tmp_path: Path, monkeypatch
     with pytest.raises(AssertionError, match="nothing left"):
         async with cluster(tmp_path, mock_worker(role=Role.BOTH)) as c:
             assert (await c.complete()).status_code == 200
+
+
+async def test_request_without_a_budget_that_came_before_any_worker_is_served_and_holds_up_nobody(tmp_path: Path) -> None:
+    """What fits is only known once there is a worker: the budget is what is left there, and 400 where the client asked for more."""
+    late = mock_worker(role=Role.BOTH)
+    async with cluster(tmp_path, wait_ready=False) as c:
+        requests = (c.chat(max_tokens=None), c.complete(max_tokens=3000), c.complete(max_tokens=8))
+        waiting = [asyncio.create_task(request) for request in requests]
+        await until(lambda: c.services.dispatcher.num_queued == 3, "queued")
+        async with running(late) as address, ControlClient(c.url) as control:
+            peer = late.info.info.peer
+            await control.register(
+                RegisterWorker(worker_id=peer.worker_id, incarnation=peer.incarnation, address=address, role=late.role, ready=True)
+            )
+            responses = await asyncio.gather(*waiting)
+            assert [response.status_code for response in responses] == [200, 400, 200]
+            assert responses[1].json()["error"]["code"] == "context_length_exceeded"
+            opened = [frame for frame in late.of(Open) if isinstance(frame, Open)]
+            assert {len(frame.token_ids) + frame.sampling.max_tokens for frame in opened} >= {2048}
+            await c.services.pool.close()

@@ -75,6 +75,13 @@ def test_full_or_short_decode_is_no_candidate() -> None:
         assert possible_routes(Demand(10, 10), (view("d0", Role.DECODE, **fields),), SETTINGS) == ()
 
 
+def test_prefill_worker_that_came_later_and_takes_less_is_no_candidate() -> None:
+    """It would refuse prompt and answer together, however short the prompt."""
+    workers = (view("p0", Role.PREFILL, (D0,), max_model_len=19), view("d0", Role.DECODE, (P0,)))
+    assert names(possible_routes(Demand(10, 10), workers, SETTINGS)) == {(None, "d0")}
+    assert names(possible_routes(Demand(10, 9), workers, SETTINGS)) == {("p0", "d0")}
+
+
 def test_worker_to_avoid_is_used_only_alone() -> None:
     workers = (view("d0", Role.DECODE), view("d1", Role.DECODE))
     assert names(possible_routes(Demand(10, 10, frozenset({D0})), workers, SETTINGS)) == {(None, "d1")}

@@ -1,0 +1,60 @@
+"""One choice of a request in the dispatcher. Changed by the dispatcher only; its reader takes the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pd_serve.errors import PdServeError
+from pd_serve.ids import AttemptId, PeerId
+from pd_serve.protocol.link import FinishReason, TokenOutput
+from router.lifecycle import Lifecycle, MoveReason
+from router.policy.base import Demand
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """One choice, as its reader sees it: tokens appear in `tokens`, then one of `finish` and `error`; `wake` tells of each change."""
+
+    key: int
+    num_prompt_tokens: int
+    lifecycle: Lifecycle
+    max_tokens: int
+    wake: Callable[[], None]
+    wakes_on_token: bool
+    takes_what_fits: bool
+    """The client named no number of tokens: `max_tokens` is what was thought to fit."""
+    tokens: list[TokenOutput] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: PdServeError | None = None
+    followers: tuple[Generation, ...] = ()
+    """Choices of the same prompt that wait for this one's first token, so that its KV is sent once."""
+    beside: PeerId | None = None
+    avoid: frozenset[PeerId] = frozenset()
+    reason: MoveReason = MoveReason.FIRST
+    is_queued: bool = False
+    attempt_id: AttemptId | None = None
+    charged: tuple[PeerId, ...] = ()
+    submitted_at: float = 0.0
+    last_token_at: float = 0.0
+    queue_timer: asyncio.TimerHandle | None = None
+    request_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt and tokens so far."""
+        return self.num_prompt_tokens + self.lifecycle.num_output_tokens
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(self.num_tokens, self.max_tokens - self.lifecycle.num_output_tokens, self.avoid, self.beside)
+
+    def shrink(self, context_tokens: int) -> bool:
+        """Take what fits into so many tokens, if the client leaves that to us. True when that is less than before, and not nothing."""
+        max_tokens = context_tokens - self.num_prompt_tokens
+        if not self.takes_what_fits or not self.lifecycle.num_output_tokens < max_tokens < self.max_tokens:
+            return False
+        self.max_tokens = max_tokens
+        self.lifecycle.limit_output(max_tokens)
+        return True
