@@ -84,6 +84,18 @@ MUTATIONS: dict[str, Mutation] = {
         "context = max(contexts, default=0)",
         _CLASSES + "test_no_worker_hears_of_a_prompt_too_long_for_any_of_them",
     ),
+    "prompt-alone-must-fit": Mutation(
+        "router/policy/base.py",
+        "return demand.num_tokens + demand.max_new_tokens <= worker.max_model_len and",
+        "return demand.num_tokens < worker.max_model_len and",
+        _ROUTER + "test_routing.py::test_prefill_worker_that_came_later_and_takes_less_is_no_candidate",
+    ),
+    "too-long-for-ever-first": Mutation(
+        "router/dispatcher.py",
+        "if self._settle_length(generation, views):",
+        "if False:",
+        _ROUTER + "test_failures.py::test_request_without_a_budget_that_came_before_any_worker_is_served_and_holds_up_nobody",
+    ),
     "every-choice-prefills": Mutation(
         "router/dispatcher.py",
         "if rest and self._settings.share_prefix:",
@@ -128,8 +140,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "no-prefill-no-service": Mutation(
         "router/policy/base.py",
-        "if not prefills:",
-        "if False:",
+        'return "no_prefill_worker"',
+        'return ""',
         _CLASSES + "test_running_decodes_outlive_every_prefill_worker",
     ),
     "drain-waits-for-nobody": Mutation(
@@ -234,11 +246,17 @@ MUTATIONS: dict[str, Mutation] = {
         "elif False:",
         "tests/unit/transport/ucx/test_one_sided.py::test_an_ok_flush_into_the_memory_of_a_dead_process_is_no_delivery",
     ),
+    "dead-process-knocked-at": Mutation(
+        "pd_serve/transport/ucx/joining.py",
+        "if is_local and not node.fences.watch(peer_id, metadata.process):",
+        "if is_local and not node.fences.watch(peer_id, metadata.process) and False:",
+        _UCX + "test_identity.py::test_metadata_of_a_dead_local_process_is_refused_at_once",
+    ),
     "any-receiver": Mutation(
         "pd_serve/transport/ucx/joining.py",
         "if hello.receiver != node.settings.self_id:",
         "if False:",
-        "tests/contract/test_joining.py::test_an_old_incarnation_at_the_address_of_its_successor_is_refused",
+        _UCX + "test_identity.py::test_stale_metadata_of_a_restarted_target_writes_nothing_and_is_told",
     ),
     "any-digest": Mutation(
         "pd_serve/transport/ucx/messages.py",
