@@ -14,6 +14,7 @@ import msgspec
 from fastapi import FastAPI, Query, Request, Response, WebSocket, WebSocketDisconnect
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
+from starlette.exceptions import HTTPException
 
 from pd_serve import __version__
 from pd_serve.errors import IncompatibleError, InvalidRequestError, PdServeError, ProtocolError, RequestError, UnavailableError
@@ -50,6 +51,7 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         503: "Not ready yet",
     }.items()
 }
+_FRAMEWORK_CODES = {404: "unknown_url", 405: "method_not_allowed"}
 _POLICY_VIOLATION, _GOING_AWAY = 1008, 1001
 
 
@@ -92,6 +94,11 @@ def build_app(front: FrontControl, cluster_secret: str) -> FastAPI:
     async def on_invalid(_: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         return _error_response(InvalidRequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
+
+    @app.exception_handler(HTTPException)
+    async def on_http_exception(_: Request, error: HTTPException) -> JSONResponse:
+        code = _FRAMEWORK_CODES.get(error.status_code, "bad_request")
+        return JSONResponse({"error": {"message": str(error.detail), "code": code}}, error.status_code, error.headers)
 
     @app.get("/health", responses=_NOT_NOW)
     async def health() -> JSONResponse:

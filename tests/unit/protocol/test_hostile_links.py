@@ -14,7 +14,7 @@ from websockets.asyncio.server import ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 
 from pd_serve.clock import MonotonicClock
-from pd_serve.errors import PdServeError, ProtocolError, UnavailableError
+from pd_serve.errors import PdServeError, ProtocolError
 from pd_serve.ids import LinkId, RouterId
 from pd_serve.observe import Metrics, Side
 from pd_serve.protocol.client import Link as RouterLink
@@ -75,7 +75,7 @@ class FakeFront:
     """A front whose rank only listens."""
 
     def __init__(self) -> None:
-        self.view = FrontView(Identity(peer_id().worker_id, peer_id().incarnation, Role.DECODE, "http://x:1", 1), 1.0, MonotonicClock())
+        self.view = FrontView(Identity(peer_id().worker_id, peer_id().incarnation, Role.DECODE, "http://x:1", 1), 3600.0, MonotonicClock())
         self.links = Links()
         self.forwarded: list[RouterFrame] = []
         self.reasons: list[str] = []
@@ -97,7 +97,7 @@ class FakeFront:
     def set_role(self, role: Role) -> None: ...
 
     async def traces(self, limit: int) -> Traces:
-        raise UnavailableError("no rank")
+        return Traces(())
 
     def render_metrics(self) -> bytes:
         return b""
