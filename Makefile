@@ -11,7 +11,7 @@ PYTEST    := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pyt
 # make serve ARGS='--prefill 2 --model Qwen/Qwen3-0.6B'
 ARGS      ?=
 
-.PHONY: help install serve test test-long sim lint bench clean
+.PHONY: help install serve test test-long sim soak lint bench clean
 
 help:
 	@echo "make install     build $(VENV) with everything the CPU needs"
@@ -19,6 +19,7 @@ help:
 	@echo "make test        the tests that need no GPU"
 	@echo "make test-long   also the slow ones"
 	@echo "make sim         the simulator over 100,000 seeds (fewer: ARGS='--seeds 1000'; replay: ARGS='--seed K')"
+	@echo "make soak        a real cluster under load, cancels, kills and freezes for 3 minutes (more: ARGS='--minutes 60 --seed 7')"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       the speed report, into bench-results/"
 	@echo "make clean       remove $(VENV) and what the tools left behind"
@@ -45,6 +46,9 @@ test-long: install
 
 sim: install
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.sim $(ARGS)
+
+soak: install
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m tests.faults.soak $(ARGS)
 
 lint: install
 	$(VENV)/bin/ruff check .
