@@ -197,7 +197,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "growth-in-flight-forgotten": Mutation(
         "workers/decode/machine.py",
-        "+ self._num_promised_blocks() > self._pool.num_allocatable",
+        "+ self._num_promised_blocks(headroom) > self._pool.num_allocatable",
         "> self._pool.num_allocatable",
         _WORKERS + "test_decode_machine.py::test_admission_counts_headroom_of_sequences_whose_kv_is_in_flight",
     ),
@@ -225,10 +225,22 @@ MUTATIONS: dict[str, Mutation] = {
         "return load.prefill_queue_tokens",
         _ROUTER + "test_routing.py::test_burst_spreads_by_tokens_before_any_report",
     ),
-    "requests-instead-of-tokens": Mutation(
+    "new-worker-looks-empty": Mutation(
+        "router/load.py",
+        "self._worker(decode).decode[key] = _Charge(num_tokens)",
+        "pass",
+        _ROUTER + "test_routing.py::test_new_empty_worker_is_not_flooded",
+    ),
+    "busy-is-busy": Mutation(
         "router/policy/least_tokens.py",
         "return computing.prefill_backlog_tokens, decode",
         "return int(computing.prefill_backlog_tokens > 0), decode",
+        _ROUTER + "test_routing.py::test_burst_spreads_by_tokens_before_any_report",
+    ),
+    "load-of-prompts-unseen": Mutation(
+        "router/load.py",
+        "return max(load.prefill_queue_tokens, min(own, load.prefill_queue_tokens + uncovered))",
+        "return load.prefill_queue_tokens",
         _CLASSES + "test_burst_of_mixed_lengths_is_shared_by_tokens",
     ),
     "any-key-opens": Mutation(

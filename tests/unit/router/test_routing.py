@@ -143,6 +143,30 @@ def test_burst_spreads_by_tokens_before_any_report() -> None:
     assert max(sent.values()) < 1.3 * sum(sent.values()) / 4
 
 
+def test_new_empty_worker_is_not_flooded() -> None:
+    """It gets what comes until it has as much as the others, and its share from then on: charged when sent, not when it reports."""
+    book, policy = LoadBook(), LeastTokens()
+    decodes, idle = [peer_id(f"d{i}") for i in range(4)], load(Role.DECODE)
+    settings = RoutingSettings(0, 10**9, 10**9)
+    for key in range(100):
+        present = decodes if key >= 40 else decodes[:3]
+        workers = [
+            view(
+                peer.worker_id,
+                Role.DECODE,
+                decode_tokens=book.decode_tokens(peer, idle),
+                num_sequences=book.num_sequences(peer, idle),
+                prefill_backlog_tokens=0,
+            )
+            for peer in present
+        ]
+        demand = Demand(100, 10)
+        book.charge(key, None, policy.choose(demand, possible_routes(demand, workers, settings)).decode.peer, 100)
+    held = [book.num_sequences(peer, idle) for peer in decodes]
+    assert sum(held) == 100
+    assert max(held) <= 25 + 1, held
+
+
 def test_backlog_follows_the_report_once_it_can_know() -> None:
     book, peer, decode = LoadBook(), peer_id("p0"), peer_id("d0")
     book.charge(1, peer, decode, 1000)
