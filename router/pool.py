@@ -15,7 +15,7 @@ from functools import partial
 
 import msgspec
 
-from pd_serve.errors import IncompatibleError, PdServeError
+from pd_serve.errors import IncompatibleError, OverloadedError, PdServeError
 from pd_serve.ids import Incarnation, PeerId, WorkerId
 from pd_serve.observe import Metrics
 from pd_serve.protocol.client import Link, LinkSettings, open_link
@@ -31,6 +31,8 @@ WELCOME_TIMEOUT_S = 60.0
 """A worker whose model is still loading accepts the link and is silent until it has something to say."""
 FORGET_AFTER_S = 60.0
 """An address that neither registers nor answers for this long is forgotten (configured ones never are)."""
+MAX_ADDRESSES = 4096
+"""Each has a task that tries to link: whoever may register cannot make ever more of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +140,11 @@ class WorkerPool:
             self._follow(url.rstrip("/"), None, is_configured=True)
 
     def register(self, worker: RegisterWorker) -> bool:
-        """Idempotent. True when a live link to this very incarnation is up."""
+        """Idempotent. True when a live link to this very incarnation is up. Raises OverloadedError above MAX_ADDRESSES."""
         peer = PeerId(WorkerId(worker.worker_id), Incarnation(worker.incarnation))
         url = worker.address.rstrip("/")
+        if url not in self._addresses and len(self._addresses) >= MAX_ADDRESSES:
+            raise OverloadedError(f"{len(self._addresses)} addresses of workers are known, which is the limit", FORGET_AFTER_S)
         for address in list(self._addresses.values()):
             known = address.expected or (address.worker.peer if address.worker else None)
             if known is not None and known.worker_id == peer.worker_id and known != peer and address.url != url:

@@ -149,6 +149,28 @@ async def test_control_needs_the_cluster_secret(tmp_path: Path) -> None:
         assert (await c.http.post(REGISTER_PATH, content=b"x" * 20_000, headers=good)).status_code == 413
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"address": "http://["}, {"address": "ftp://x:1"}, {"address": "http://x:99999"}, {"address": ""}, {"incarnation": 2**64}],
+    ids=str,
+)
+async def test_registrations_of_what_cannot_be_a_worker_are_refused(tmp_path: Path, fields: dict[str, object]) -> None:
+    good = {"worker_id": "w", "incarnation": 1, "address": "http://127.0.0.1:1", "role": "both", "ready": True}
+    async with cluster(tmp_path, wait_ready=False) as c:
+        assert (await c.http.post(REGISTER_PATH, json={**good, **fields})).status_code == 400
+        assert (await c.http.post(REGISTER_PATH, json=good)).status_code == 200
+
+
+async def test_addresses_of_workers_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.pool.MAX_ADDRESSES", 3)
+    async with cluster(tmp_path, wait_ready=False) as c:
+        statuses = []
+        for port in (1, 2, 3, 4, 1):
+            worker = RegisterWorker(worker_id=f"w{port}", incarnation=1, address=f"http://127.0.0.1:{port}", role=Role.BOTH, ready=True)
+            statuses.append((await c.http.post(REGISTER_PATH, content=worker.model_dump_json())).status_code)
+        assert statuses == [200, 200, 200, 429, 200]
+
+
 def test_listening_beyond_loopback_needs_a_secret() -> None:
     with pytest.raises(ConfigError, match="cluster_secret"):
         serve_router(Config(router=RouterConfig(host="0.0.0.0")))
