@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from math import log2
 
 import pytest
 
@@ -14,17 +15,17 @@ from tests.sim.fabric import FabricFaults
 from tests.sim.model import VOCAB_SIZE
 from tests.sim.router import make_request
 from tests.sim.world import Planted, Report, World
-
-PROMPT_TOKENS, OUTPUT_TOKENS = 32, 16
+from workers.decode.machine import DecodeMachine
 
 
 class GrowthWorld(World):
     """Two prefill workers, and decode workers of which each holds `requests_per_pool` requests at their full length."""
 
-    def __init__(self, seed: int, num_decode: int, num_requests: int, requests_per_pool: float) -> None:
+    def __init__(self, seed: int, num_decode: int, num_requests: int, requests_per_pool: float, num_prompt: int, num_output: int) -> None:
+        self._num_prompt, self._num_output = num_prompt, num_output
         self.preemptions: Counter[int] = Counter()
         super().__init__(seed, Planted(lifecycle=self._counting_lifecycle()))
-        pool_tokens = int(requests_per_pool * (PROMPT_TOKENS + OUTPUT_TOKENS))
+        pool_tokens = int(requests_per_pool * (num_prompt + num_output))
         self.fabric.faults = FabricFaults()
         self.scenario = replace(
             self.scenario,
@@ -49,28 +50,39 @@ class GrowthWorld(World):
 
         class CountingLifecycle(Lifecycle):
             def _move(self, reason: MoveReason, blamed: PeerId, detail: str) -> tuple[Action, ...]:
-                preemptions[id(self)] += reason is MoveReason.PREEMPTED
+                preemptions[id(self)] += reason is MoveReason.PREEMPTED and detail == "no blocks left"
                 return super()._move(reason, blamed, detail)
 
         return CountingLifecycle
 
     def _plan_request(self, number: int) -> None:
-        prompt = tuple(self.rng.choices(range(1, VOCAB_SIZE), k=PROMPT_TOKENS))
-        request = make_request(number, prompt, SamplingParams(max_tokens=OUTPUT_TOKENS, ignore_eos=True))
+        prompt = tuple(self.rng.choices(range(1, VOCAB_SIZE), k=self._num_prompt))
+        request = make_request(number, prompt, SamplingParams(max_tokens=self._num_output, ignore_eos=True))
         self.requests.append(request)
         self.loop.at(self.rng.uniform(0.0, self.scenario.duration_s), lambda: self._submit(request))
 
 
-@pytest.mark.parametrize(
-    ("num_decode", "num_requests", "requests_per_pool"),
-    [(1, 256, 9.6), (8, 256, 1.2), (1, 32, 1.2)],
-    ids=["pool of 9.6 requests", "eight pools of 1.2 requests", "one pool of 1.2 requests"],
-)
-@pytest.mark.parametrize("seed", range(3))
-def test_more_requests_than_memory_all_finish_right(seed: int, num_decode: int, num_requests: int, requests_per_pool: float) -> None:
-    world = GrowthWorld(seed, num_decode, num_requests, requests_per_pool)
+CASES = {
+    "pool of 9.6 requests": (1, 256, 9.6, 32, 16),
+    "eight pools of 1.2 requests": (8, 256, 1.2, 32, 16),
+    "one pool of 1.2 requests": (1, 32, 1.2, 32, 16),
+    "long outputs": (1, 48, 4.0, 8, 64),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(1))
+def test_more_requests_than_memory_all_finish_right(seed: int, case: str) -> None:
+    num_decode, num_requests, requests_per_pool, num_prompt_tokens, num_output_tokens = CASES[case]
+    world = GrowthWorld(seed, num_decode, num_requests, requests_per_pool, num_prompt_tokens, num_output_tokens)
     report: Report = world.run()
     assert report.counts["finished"] == num_requests
     most = max(world.preemptions.values(), default=0)
     print(f"{report.virtual_s:.2f} virtual s, {report.counts['moves']} moves, {sum(world.preemptions.values())} preempted, at most {most}")
-    assert most <= OUTPUT_TOKENS
+    assert most <= log2(num_output_tokens) + 1, "in between it should have got on by as much as it had"
+
+
+def test_admission_that_lets_a_moved_request_in_for_a_few_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DecodeMachine, "_headroom_for", lambda self, frame: self._settings.headroom_tokens)
+    with pytest.raises(AssertionError, match="got on by as much"):
+        test_more_requests_than_memory_all_finish_right(0, "long outputs")

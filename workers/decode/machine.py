@@ -98,7 +98,8 @@ class DecodeMachine:
         if refusal is not None:
             return [SendFrame(link_id, Refused(frame.attempt_id, *refusal))]
         cached = self._pool.match_prefix(frame.token_ids)
-        if self._num_blocks_to_come(frame, len(cached)) + self._num_promised_blocks() > self._pool.num_allocatable:
+        headroom = self._headroom_for(frame)
+        if self._num_blocks_to_come(frame, len(cached), headroom) + self._num_promised_blocks(headroom) > self._pool.num_allocatable:
             self._pool.release(cached)
             return [SendFrame(link_id, Refused(frame.attempt_id, RefusalReason.NO_CAPACITY, "not enough free blocks"))]
         num_cached = len(cached) * self._pool.block_size
@@ -244,15 +245,18 @@ class DecodeMachine:
             return RefusalReason.NO_CAPACITY, "too many prompts wait here"
         return None
 
-    def _num_blocks_to_come(self, frame: Open, num_cached_blocks: int) -> int:
-        """Blocks that prompt and headroom of a new attempt will take from the pool."""
-        num_tokens = len(frame.token_ids)
-        headroom = min(self._settings.headroom_tokens, frame.sampling.max_tokens)
-        return self._pool.num_blocks_for(num_tokens + headroom) - num_cached_blocks
+    def _headroom_for(self, frame: Open) -> int:
+        """Output tokens for which there must be room, for it and all others here. A moved request asks for as many as it has had to compute
+        again: so it gets on by as much before it is preempted again, and long ones are not moved every few tokens."""
+        return max(self._settings.headroom_tokens, min(frame.num_output_tokens, frame.sampling.max_tokens))
 
-    def _num_promised_blocks(self) -> int:
-        """Blocks that admitted sequences may still take within their headroom, those whose KV is in flight included."""
-        headroom = self._settings.headroom_tokens
+    def _num_blocks_to_come(self, frame: Open, num_cached_blocks: int, headroom: int) -> int:
+        """Blocks that prompt and headroom of a new attempt will take from the pool."""
+        num_tokens = len(frame.token_ids) + min(headroom, frame.sampling.max_tokens)
+        return self._pool.num_blocks_for(num_tokens) - num_cached_blocks
+
+    def _num_promised_blocks(self, headroom: int) -> int:
+        """Blocks that admitted sequences may still take within that headroom, those whose KV is in flight included."""
         total = self._scheduler.headroom_blocks(headroom)
         for lease in self._leases:
             attempt = self._attempts.get(lease.attempt_id)

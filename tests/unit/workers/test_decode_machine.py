@@ -249,6 +249,18 @@ def test_admission_counts_headroom_of_sequences_whose_kv_is_in_flight(worker: Wo
     _target(worker, open_frame(4, prompt(4, 40), max_tokens=4))
 
 
+def test_a_moved_request_is_let_in_only_where_it_can_get_on_by_as_much_as_it_lost(worker: Worker) -> None:
+    _target(worker, open_frame(1, prompt(8, 10), max_tokens=12))
+    for outputs, max_tokens, is_let_in in ((0, 12, True), (8, 12, False), (8, 2, True)):
+        attempt = 10 * outputs + max_tokens
+        actions = worker.frame(open_frame(attempt, prompt(12, 40), max_tokens=max_tokens, outputs=outputs))
+        assert (not frames(Refused, actions)) is is_let_in, (outputs, max_tokens)
+        if is_let_in:
+            worker.frame(Cancel(AttemptId(attempt)))
+            lease_id = only(OpenWindow, actions).window.lease_id
+            worker.do(WindowClosed(lease_id, fenced=True))
+
+
 def test_a_cached_prefix_is_reserved_but_not_written(worker: Worker) -> None:
     first = open_frame(1, prompt(9), max_tokens=1)
     _arrive(worker, completed(_target(worker, first), first))
