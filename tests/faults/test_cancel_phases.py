@@ -176,6 +176,28 @@ def test_a_client_that_leaves_after_the_first_tokens(cluster: Cluster, record_pr
     record_property("figures", {"clean_s": seconds_until_clean(cluster)})
 
 
+@pytest.mark.parametrize("num_clients", [150, pytest.param(1000, marks=pytest.mark.slow)])
+def test_many_clients_that_come_and_go_leave_nothing_behind(cluster: Cluster, record_property: Any, num_clients: int) -> None:
+    processes = [psutil.Process(pid) for worker in cluster.workers() for pid in (worker["pid"], *worker["rank_pids"])]
+
+    def storm(num_clients: int) -> None:
+        for index in range(num_clients):
+            client = LeavingClient(cluster.url, fresh_prompt()[: 1 + index * 37 % 300], OUTPUT)
+            if index % 4 == 0:
+                client.wait_for_tokens()
+            client.leave()
+
+    storm(40)
+    cluster.assert_clean()
+    before = [(process.num_fds(), own_memory(process) >> 20) for process in processes]
+    storm(num_clients)
+    clean_s = seconds_until_clean(cluster)
+    after = [(process.num_fds(), own_memory(process) >> 20) for process in processes]
+    record_property("figures", {"clean_s": clean_s, "fds_and_mib_before": before, "after": after})
+    for (fds_before, _), (fds_after, _) in zip(before, after, strict=True):
+        assert fds_after <= fds_before + 2
+
+
 def test_a_stopped_writer_that_goes_on_lets_go_by_itself(cluster: Cluster, record_property: Any) -> None:
     writer = cluster.worker("prefill")
     client = LeavingClient(cluster.url, fresh_prompt(), OUTPUT)
@@ -247,6 +269,12 @@ def test_frozen_engines_read_unhealthy_and_are_used_again_when_they_go_on(cluste
     wait_until(lambda: is_whole(cluster), 10, "they are used again")
     record_property("figures", {"noticed_s": noticed_s, "healthy_s": healthy_s, "used_s": time.monotonic() - went_on_at})
     assert [worker["incarnation"] for worker in cluster.workers()] == [worker["incarnation"] for worker in workers]
+
+
+def own_memory(process: psutil.Process) -> int:
+    """Resident bytes but those of shared memory: pages of the KV pool come in as its blocks are first used."""
+    memory = process.memory_info()
+    return int(memory.rss - memory.shared)
 
 
 def health(worker: dict[str, Any]) -> int:
