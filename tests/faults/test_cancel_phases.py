@@ -176,7 +176,8 @@ def test_a_client_that_leaves_after_the_first_tokens(cluster: Cluster, record_pr
     record_property("figures", {"clean_s": seconds_until_clean(cluster)})
 
 
-@pytest.mark.parametrize("num_clients", [150, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_clients", [150, 1000])
 def test_many_clients_that_come_and_go_leave_nothing_behind(cluster: Cluster, record_property: Any, num_clients: int) -> None:
     processes = [psutil.Process(pid) for worker in cluster.workers() for pid in (worker["pid"], *worker["rank_pids"])]
 

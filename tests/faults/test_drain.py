@@ -54,6 +54,7 @@ def ended_well(cluster: SeparateCluster, name: str, timeout_s: float) -> float:
     return seconds
 
 
+@pytest.mark.slow
 async def test_rolling_restart_of_every_worker_under_load_loses_nothing(cluster: SeparateCluster, record_property: Any) -> None:
     limits = httpx.Limits(max_connections=64)
     drains: dict[str, float] = {}
