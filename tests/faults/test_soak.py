@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from tests.faults.soak import soak
 @pytest.mark.parametrize("seconds", [30, pytest.param(180, marks=[pytest.mark.slow, pytest.mark.timeout(600)])])
 def test_under_load_cancels_kills_and_freezes_every_answer_is_right(tmp_path: Path, record_property: Any, seconds: int) -> None:
     report = soak(tmp_path, seed=seconds, seconds=seconds)
-    record_property("figures", report)
+    record_property("figures", json.dumps(asdict(report)))
     assert sum(report.faults.values()) >= seconds // 20
     assert report.answers > 0
     assert report.asked_again > 0
