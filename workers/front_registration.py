@@ -18,6 +18,7 @@ from pydantic import ValidationError
 
 from pd_serve.ids import RouterId
 from pd_serve.protocol.control import REGISTER_PATH, Registered, RegisterWorker
+from pd_serve.tls import tls_trouble
 
 _log = logging.getLogger(__name__)
 _REQUEST_TIMEOUT_S = 5.0
@@ -80,7 +81,7 @@ class Registrar:
                 REGISTER_PATH, content=self._current().model_dump_json(), headers={"Content-Type": "application/json"}
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            return f"is not reachable ({type(error).__name__}: {error})"
+            return f"is not reachable ({tls_trouble(error) or f'{type(error).__name__}: {error}'})"
         if reply.status_code != httpx.codes.OK:
             return f"refused this worker with {reply.status_code}: {reply.text[:300]}"
         try:

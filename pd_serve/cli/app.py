@@ -226,17 +226,19 @@ def status(
     once: Annotated[bool, typer.Option("--once", help="Print the table once instead of keeping it up to date")] = False,
     interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks")] = 1.0,
     config: ConfigOption = None,
+    set_: SetOption = None,
 ) -> int:
-    """Show the workers of a router: readiness, queues, KV blocks, lanes. The cluster's secret comes from the settings."""
+    """Show the workers of a router: readiness, queues, KV blocks, lanes. Secret and authority (security) come from the settings."""
     from pd_serve.cli.status import show_status
 
-    return show_status(router, sources(config, None, ()), as_json=json, once=once, interval_s=interval)
+    return show_status(router, sources(config, set_, ()), as_json=json, once=once, interval_s=interval)
 
 
 @app.command(
     epilog="Examples:\n\n"
     "  pd-serve chat                           talk; /reset forgets, /exit leaves\n\n"
-    "  pd-serve chat 'Why is the sky blue?'    one answer, then exit"
+    "  pd-serve chat 'Why is the sky blue?'    one answer, then exit\n\n"
+    "  pd-serve chat --url https://llm.example:8000 --set security.tls_ca=ca.pem"
 )
 def chat(
     message: Annotated[str | None, typer.Argument(help="Ask this one thing and exit; - reads it from standard input")] = None,
@@ -246,13 +248,15 @@ def chat(
     temperature: Annotated[float, typer.Option("--temperature", min=0.0, help="0 is greedy")] = 0.7,
     max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Longest answer in tokens")] = 512,
     api_key: KeyOption = "",
+    config: ConfigOption = None,
+    set_: SetOption = None,
 ) -> int:
-    """Chat with a running endpoint in the terminal."""
+    """Chat with a running endpoint in the terminal. An authority of its own (security.tls_ca) comes from the settings."""
     from pd_serve.cli.chat import ChatSettings, run_chat
     from pd_serve.config_sources import load_config
     from pd_serve.tls import client_tls
 
-    security = load_config(sources(None, None, ())).security
+    security = load_config(sources(config, set_, ())).security
     tls = client_tls(security) if security.tls_ca else None
     return run_chat(ChatSettings(url, model, system, temperature, max_tokens, api_key), message, tls)
 

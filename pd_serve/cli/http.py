@@ -5,6 +5,7 @@ from __future__ import annotations
 import httpx
 
 from pd_serve.errors import PdServeError
+from pd_serve.tls import tls_trouble
 
 
 class EndpointError(PdServeError):
@@ -14,7 +15,11 @@ class EndpointError(PdServeError):
 
 
 def unreachable(url: str, error: httpx.HTTPError | httpx.InvalidURL) -> EndpointError:
+    if trouble := tls_trouble(error):
+        return EndpointError(f"cannot reach {url}: {trouble}")
     reason = str(error) or type(error).__name__
+    if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError) and url.startswith("http:"):
+        return EndpointError(f"cannot reach {url}: {reason}; where it speaks TLS its address begins with https://")
     return EndpointError(f"cannot reach {url}: {reason}; is it running? (pd-serve up starts one here)")
 
 

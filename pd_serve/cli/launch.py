@@ -17,7 +17,7 @@ import httpx
 from pd_serve.cli.launch_child import Child, describe_exit
 from pd_serve.cli.launch_plan import ROUTER, LaunchPlan
 from pd_serve.errors import PdServeError
-from pd_serve.tls import client_tls
+from pd_serve.tls import client_tls, tls_trouble
 
 STOP_MARGIN_S = 10.0
 """Beyond a process's own drain deadline."""
@@ -121,7 +121,7 @@ class Launcher:
                 raise LaunchError("no worker is left that can decode: nothing can serve")
 
     async def _until_ready(self) -> None:
-        """Raises LaunchError after launch.ready_timeout_s."""
+        """Raises LaunchError after launch.ready_timeout_s, and at once for a certificate that is not trusted."""
         missing = list(self.children)
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._launch.ready_timeout_s
@@ -183,7 +183,10 @@ class Launcher:
 
 
 async def _answers_ready(client: httpx.AsyncClient, address: str) -> bool:
+    """Raises LaunchError when it will never be heard."""
     try:
         return (await client.get(f"{address}/ready")).status_code == httpx.codes.OK
-    except httpx.HTTPError:
+    except httpx.HTTPError as error:
+        if trouble := tls_trouble(error):
+            raise LaunchError(f"{address} cannot be asked: {trouble}") from error
         return False

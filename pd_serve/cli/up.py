@@ -101,9 +101,11 @@ class TerminalView:
         self._console.print(text, soft_wrap=True)
 
     def _curl(self) -> str:
-        auth = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if self._plan.config.security.api_keys else ""
+        security = self._plan.config.security
+        auth = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if security.api_keys else ""
+        authority = f" --cacert {security.tls_ca}" if security.tls_cert and security.tls_ca else ""
         body = json.dumps({"model": self._plan.config.model.name, "messages": [{"role": "user", "content": "Hello!"}]})
-        return f"curl {self._plan.router.address}/v1/chat/completions -H 'Content-Type: application/json'{auth} -d '{body}'"
+        return f"curl{authority} {self._plan.router.address}/v1/chat/completions -H 'Content-Type: application/json'{auth} -d '{body}'"
 
     def _summary(self, children: Sequence[Child]) -> dict[str, object]:
         return {

@@ -41,6 +41,7 @@ from pd_serve.protocol.control import (
     WorkerStatus,
 )
 from pd_serve.protocol.link import Role, RouterFrame, WorkerFrame, router_codec, worker_codec
+from pd_serve.tls import tls_trouble
 from pd_serve.wire import MAX_FRAME_NBYTES, PROTOCOL_VERSION
 
 M = TypeVar("M", bound=BaseModel)
@@ -227,7 +228,7 @@ async def open_link(address: str, settings: LinkSettings, on_frame: FrameSink, o
     except TimeoutError as error:
         raise PeerLostError(f"no answer from {address} in {settings.connect_timeout_s:g} s") from error
     except (OSError, InvalidHandshake, InvalidURI) as error:
-        raise PeerLostError(f"cannot connect to {address}: {error}") from error
+        raise PeerLostError(f"cannot connect to {address}: {tls_trouble(error) or error}") from error
     finally:
         if link is not None and (not link.opened.done() or link.opened.cancelled() or link.opened.exception() is not None):
             link.close("handshake failed")
@@ -275,7 +276,7 @@ class ControlClient:
         try:
             response = await self._http.request(method, path, content=content, headers={"Content-Type": "application/json"})
         except httpx.HTTPError as error:
-            raise PeerLostError(f"{self._base_url}{path}: {error or type(error).__name__}") from error
+            raise PeerLostError(f"{self._base_url}{path}: {tls_trouble(error) or error or type(error).__name__}") from error
         if response.status_code in (401, 403):
             raise AuthenticationError(f"{self._base_url} refused the cluster secret")
         if response.status_code == 404:

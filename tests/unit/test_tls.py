@@ -79,15 +79,22 @@ async def test_clients_links_registration_and_control_go_over_tls(tmp_path: Path
         await asyncio.gather(registering, return_exceptions=True)
 
 
-async def test_nobody_talks_to_a_server_of_another_authority_or_without_tls(ours: SecurityConfig, another: SecurityConfig) -> None:
+async def test_nobody_talks_to_a_server_of_another_authority_or_without_tls(
+    ours: SecurityConfig, another: SecurityConfig, caplog: pytest.LogCaptureFixture
+) -> None:
     worker = mock_worker()
     async with serving(worker, lifespan="off", tls=server_tls(another)) as url:
         for address in (url, url.replace("https", "http")):
             settings = LinkSettings(RouterId("r"), SECRET, connect_timeout_s=2.0, tls=client_tls(ours))
-            with pytest.raises((PeerLostError, ProtocolError)):
+            with pytest.raises((PeerLostError, ProtocolError), match=r"security\.tls_ca" if address == url else None):
                 await open_link(address, settings, lambda link, frame: None, lambda link, reason: None)
-        with pytest.raises(PeerLostError):
+        with pytest.raises(PeerLostError, match=r"security\.tls_ca"):
             await ControlClient(url, SECRET, tls=client_tls(ours)).router_status()
+        me = RegisterWorker(worker_id="decode-0", incarnation=1, address=url, role=Role.BOTH, ready=True)
+        registering = asyncio.create_task(Registrar(url, RegistrarSettings(SECRET, 0.1, client_tls(ours)), lambda: me, bool).run())
+        await until(lambda: "security.tls_ca" in caplog.text, "the worker's log says what to set")
+        registering.cancel()
+        await asyncio.gather(registering, return_exceptions=True)
     assert not worker.num_links
     assert not worker.headers, "no secret was shown"
 

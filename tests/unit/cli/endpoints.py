@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import http.server
 import json
+import ssl
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 
@@ -19,7 +20,7 @@ class Endpoint:
 
 
 @contextmanager
-def serving(answers: dict[str, tuple[int, object]]) -> Iterator[Endpoint]:
+def serving(answers: dict[str, tuple[int, object]], tls: ssl.SSLContext | None = None) -> Iterator[Endpoint]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             endpoint.authorizations.append(self.headers["Authorization"])
@@ -34,11 +35,17 @@ def serving(answers: dict[str, tuple[int, object]]) -> Iterator[Endpoint]:
             endpoint.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
             self.do_GET()
 
+        def handle(self) -> None:
+            with suppress(OSError):  # a client that does not trust us hangs up in the handshake
+                super().handle()
+
         def log_message(self, *_: object) -> None:
             pass
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        endpoint = Endpoint(f"http://127.0.0.1:{server.server_port}", answers)
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
+        endpoint = Endpoint(f"{'https' if tls else 'http'}://127.0.0.1:{server.server_port}", answers)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
         thread.start()
         try:
