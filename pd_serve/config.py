@@ -90,12 +90,18 @@ class RouterConfig(Section):
     max_queued_requests: int = Field(1024, ge=0, description="Requests waiting for a worker above which clients get 429")
     queue_timeout_s: float = Field(30.0, gt=0, description="Seconds a request waits for a worker before 503")
     transfer_timeout_s: float = Field(60.0, gt=0, description="Seconds from the grant in which the KV must have arrived")
+    handover_timeout_s: float = Field(
+        10.0, gt=0, description="Seconds after prefill has handed a request over in which decode must have spoken; then it moves"
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="Seconds for a whole request")
     max_moves: int = Field(3, ge=0, description="Times one request may be opened again on other workers")
     worker_timeout_s: float = Field(5.0, gt=0, description="Seconds of silence on a link after which a worker is suspected")
     max_body_bytes: int = Field(16 * 1024 * 1024, ge=1024, description="Largest request body")
     max_n: int = Field(16, ge=1, description="Largest n")
     max_prompt_tokens: int = Field(0, ge=0, description="Longest prompt in tokens; 0: what the model and the workers can hold")
+    max_prompt_chars: int = Field(
+        0, ge=0, description="Longest prompt in characters, checked before it is tokenized; 0: as many as the longest tokens could cover"
+    )
     max_messages: int = Field(2048, ge=1, description="Messages in one chat")
     max_stop_strings: int = Field(4, ge=0, le=64, description="Stop strings of one request")
     max_stop_string_length: int = Field(1024, ge=1, le=16384, description="Longest stop string, in characters")

@@ -78,6 +78,15 @@ class Limits:
     vocab_size: int
     allowed_prompt_tokens: int = 0
     """As configured, whatever the workers could take; 0: no limit of its own."""
+    max_prompt_chars: int = 0
+    """No prompt that could be taken has a longer text; 0: not known."""
+
+    def check_text(self, num_chars: int, param: str) -> None:
+        """Before anything is computed of the text. Raises ContextLengthError."""
+        if self.max_prompt_chars and num_chars > self.max_prompt_chars:
+            raise ContextLengthError(
+                f"This server takes prompts of at most {self.max_prompt_chars} characters, but this one has {num_chars}", param
+            )
 
     def check_prompt(self, token_ids: Sequence[int], param: str) -> None:
         """Raises ContextLengthError or InvalidRequestError."""
@@ -112,7 +121,23 @@ class Limits:
         return wanted
 
 
-def limits_of(workers: Iterable[LinkedWorker], configured_max_len: int, text_vocab_size: int, allowed_prompt_tokens: int = 0) -> Limits:
+@dataclass(frozen=True, slots=True)
+class TextLimits:
+    """What bounds a prompt before it is tokenized; 0: nothing."""
+
+    max_token_chars: int = 0
+    """Most characters that one token stands for."""
+    max_prompt_chars: int = 0
+    """As configured."""
+
+
+def limits_of(
+    workers: Iterable[LinkedWorker],
+    configured_max_len: int,
+    text_vocab_size: int,
+    allowed_prompt_tokens: int = 0,
+    text: TextLimits = TextLimits(),
+) -> Limits:
     """The least of all workers. `configured_max_len` (0: none) holds while no worker is linked, and always as an upper bound."""
     contexts = [configured_max_len] if configured_max_len else []
     prompts: list[int] = []
@@ -123,4 +148,7 @@ def limits_of(workers: Iterable[LinkedWorker], configured_max_len: int, text_voc
         if worker.has_reported:
             (contexts if worker.can_decode else prompts).append(worker.num_pool_tokens)
     context = min(contexts, default=0)
-    return Limits(context, min([context, *prompts]), text_vocab_size if vocab_size is None else vocab_size, allowed_prompt_tokens)
+    prompt = min([context, *prompts])
+    longest = min((tokens for tokens in (prompt, allowed_prompt_tokens) if tokens), default=0)
+    chars = min((chars for chars in (longest * text.max_token_chars, text.max_prompt_chars) if chars), default=0)
+    return Limits(context, prompt, text_vocab_size if vocab_size is None else vocab_size, allowed_prompt_tokens, chars)

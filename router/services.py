@@ -10,7 +10,7 @@ from fastapi import Request
 from pd_serve.config import Config
 from pd_serve.ids import RouterId
 from pd_serve.observe import Metrics
-from router.admission import Admission, Limits, limits_of
+from router.admission import Admission, Limits, TextLimits, limits_of
 from router.dispatcher import Dispatcher
 from router.pool import WorkerPool
 from router.tokenizer import TextCodec
@@ -32,7 +32,9 @@ class Services:
     is_draining: bool = False
 
     def limits(self) -> Limits:
-        return limits_of(self.pool.workers, self.max_model_len, self.codec.vocab_size, self.config.router.max_prompt_tokens)
+        router, codec = self.config.router, self.codec
+        text = TextLimits(codec.max_token_chars, router.max_prompt_chars)
+        return limits_of(self.pool.workers, self.max_model_len, codec.vocab_size, router.max_prompt_tokens, text)
 
     def why_not_ready(self) -> str:
         """Empty: a request could be served now."""

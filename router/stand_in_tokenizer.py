@@ -18,6 +18,8 @@ _NUM_BYTES = 256
 
 
 class StandInTokenizer:
+    max_token_chars = 1
+
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
 

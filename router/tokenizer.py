@@ -23,11 +23,16 @@ TOKENIZER_NAME = "tokenizer.json"
 
 
 class TextCodec(Protocol):
-    """What the router needs of a tokenizer. Safe to call `encode` from several threads."""
+    """What the router needs of a tokenizer. Safe to call `encode` from several threads; it holds up the other threads little."""
 
     @property
     def vocab_size(self) -> int:
         """Ids are below this."""
+        ...
+
+    @property
+    def max_token_chars(self) -> int:
+        """Most characters of text that one token stands for."""
         ...
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]: ...
@@ -71,13 +76,16 @@ class FolderTokenizer:
         self._is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._pieces = _Pieces(self._tokenizer)
         self._text_bytes: dict[int, bytes] = {}
+        self.max_token_chars = max(map(len, self._tokenizer.get_vocab(with_added_tokens=True)), default=1)
 
     @property
     def vocab_size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-        return tuple(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        """As a batch of one: unlike `encode`, the library lets other threads run meanwhile."""
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoding.ids)
 
     def decode(self, token_ids: tuple[int, ...]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))

@@ -17,9 +17,11 @@ from router.tokenizer import TextCodec
 
 
 async def _plan(services: Services, request: ChatCompletionRequest) -> AnswerPlan:
-    text = services.codec.render_chat(request.messages, request.chat_template_kwargs)
-    token_ids = await tokenize(services.codec, text, add_special_tokens=False)
     limits = services.limits()
+    limits.check_text(sum(len(message.text) for message in request.messages), "messages")
+    text = services.codec.render_chat(request.messages, request.chat_template_kwargs)
+    limits.check_text(len(text), "messages")
+    token_ids = await tokenize(services.codec, text, add_special_tokens=False, num_chars=len(text))
     limits.check_prompt(token_ids, "messages")
     prompt = prepared_prompt(request, limits, token_ids, request.output_limit, request.num_logprobs)
     response_id, created = new_response_id("chatcmpl"), now_s()

@@ -20,8 +20,11 @@ async def _plan(services: Services, request: CompletionRequest) -> AnswerPlan:
     limits = services.limits()
     prompts: list[PreparedPrompt] = []
     echoes: list[str] = []
+    lengths = [len(prompt) for prompt in request.prompts if isinstance(prompt, str)]
+    for num_chars in lengths:
+        limits.check_text(num_chars, "prompt")
     for prompt in request.prompts:
-        token_ids = await tokenize(services.codec, prompt, add_special_tokens=True) if isinstance(prompt, str) else prompt
+        token_ids = await tokenize(services.codec, prompt, True, sum(lengths)) if isinstance(prompt, str) else prompt
         limits.check_prompt(token_ids, "prompt")
         prompts.append(prepared_prompt(request, limits, token_ids, request.output_limit, request.num_logprobs))
         echo = ""

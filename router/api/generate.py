@@ -20,8 +20,8 @@ from router.exchange import AnswerPlan, ExchangeResponse, PreparedPrompt
 from router.services import Services, services_of
 from router.tokenizer import TextCodec
 
-LONG_TEXT = 16_384
-"""Characters from which tokenizing goes to another thread, so that it does not hold up the streams."""
+LONG_TEXT = 4_096
+"""Characters in one request from which tokenizing goes to another thread, so that it does not hold up the streams."""
 
 R = TypeVar("R", bound=GenerationRequest)
 
@@ -67,8 +67,9 @@ def check_counts(request: GenerationRequest, limits: RouterConfig) -> None:
         raise InvalidRequestError(f"'messages' may hold at most {limits.max_messages} messages", "messages")
 
 
-async def tokenize(codec: TextCodec, text: str, add_special_tokens: bool) -> tuple[int, ...]:
-    if len(text) < LONG_TEXT:
+async def tokenize(codec: TextCodec, text: str, add_special_tokens: bool, num_chars: int) -> tuple[int, ...]:
+    """`num_chars`: of all texts of the request, as many short ones take as long as one that is long."""
+    if num_chars < LONG_TEXT:
         return codec.encode(text, add_special_tokens)
     return await asyncio.to_thread(codec.encode, text, add_special_tokens)
 

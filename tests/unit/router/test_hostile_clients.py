@@ -11,6 +11,7 @@ import pytest
 
 from pd_serve.protocol.link import Cancel, Role, Step, TokenOutput
 from pd_serve.protocol.sampling import TokenLogprobs
+from router.tokenizer import FolderTokenizer
 from tests.fakes import block_counts
 from tests.fakes_worker import Script, mock_worker
 from tests.unit.router.cluster import Cluster, chat_body, cluster, completion_body, until
@@ -35,6 +36,40 @@ async def test_what_is_more_than_configured_is_refused_by_name(tmp_path: Path) -
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
         kept = {"stop": ["a", "bcdef"], "logit_bias": {"1": 0, "2": 0}, "n": 2, "prompt": "x" * 50}
         assert (await c.complete(**kept)).status_code == 200
+
+
+async def test_a_text_too_long_for_any_prompt_is_refused_before_it_is_tokenized(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """50 tokens of at most 12 characters each cover no more than 600 characters."""
+    encoded: list[int] = []
+    encode = FolderTokenizer.encode
+
+    def seen(codec: FolderTokenizer, text: str, add_special_tokens: bool) -> tuple[int, ...]:
+        encoded.append(len(text))
+        return encode(codec, text, add_special_tokens)
+
+    monkeypatch.setattr(FolderTokenizer, "encode", seen)
+    async with cluster(tmp_path, mock_worker(role=Role.BOTH), max_prompt_tokens=50) as c:
+        for param, asked in (
+            ("prompt", c.complete(prompt="x" * 10_000_000)),
+            ("prompt", c.complete(prompt="x" * 601)),
+            ("prompt", c.complete(prompt=["x", "x" * 601])),
+            ("messages", c.chat(messages=[{"role": "user", "content": " " * 601}])),
+            ("messages", c.chat(messages=[{"role": "user", "content": "x" * 300}] * 3)),
+        ):
+            reply = await asked
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+            assert reply.json()["error"]["code"] == "context_length_exceeded"
+            assert reply.json()["error"]["type"] == "invalid_request_error"
+        assert encoded == []
+        assert (await c.complete(prompt="<|im_start|>" * 50)).status_code == 200
+        assert encoded == [600]
+
+
+async def test_the_length_of_texts_can_be_bounded(tmp_path: Path) -> None:
+    async with cluster(tmp_path, mock_worker(role=Role.BOTH), max_prompt_chars=20) as c:
+        assert (await c.complete(prompt="x" * 20)).status_code == 200
+        reply = await c.complete(prompt="x" * 21)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
 async def stalled(c: Cluster, **fields: object) -> asyncio.StreamWriter:

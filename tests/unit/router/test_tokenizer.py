@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 
 from pd_serve.errors import InvalidRequestError, ModelError
 from pd_serve.protocol.openai import Message, TextPart
+from router.api.generate import LONG_TEXT, tokenize
 from router.tokenizer import FolderTokenizer
 from tests.fakes import write_tokenizer
 
@@ -76,3 +79,33 @@ def test_damaged_folders_are_model_errors(tmp_path: Path) -> None:
 def test_router_does_not_import_torch() -> None:
     code = "import sys, router.main, pd_serve.protocol.client; sys.exit(bool({'torch', 'transformers'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+async def test_a_long_text_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
+    """The longest wait of another task is a small part of what the text takes: tokenized without the interpreter's lock."""
+    codec = FolderTokenizer(write_tokenizer(tmp_path))
+    text = "".join(random.Random(4).choices("abcdefgh ", k=200 * LONG_TEXT))
+    loop = asyncio.get_running_loop()
+    waits: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            before = loop.time()
+            await asyncio.sleep(0.001)
+            waits.append(loop.time() - before)
+
+    beating = asyncio.create_task(beat())
+    await asyncio.sleep(0.01)
+    began = loop.time()
+    assert len(await tokenize(codec, text, True, len(text))) == len(text)
+    lasted = loop.time() - began
+    await asyncio.sleep(0.005)
+    beating.cancel()
+    assert max(waits) < lasted / 2, (max(waits), lasted)
+
+
+def test_no_token_stands_for_more_characters_than_is_said(tmp_path: Path) -> None:
+    codec = FolderTokenizer(write_tokenizer(tmp_path))
+    assert codec.max_token_chars == len("<|im_start|>")
+    for text in ("<|im_start|>" * 9, " token" * 9, "né€" * 9):
+        assert len(codec.encode(text, False)) * codec.max_token_chars >= len(text)
