@@ -38,12 +38,14 @@ from router.generation import Generation
 from router.lifecycle import (
     Action,
     Assigned,
+    AwaitHandover,
     CancelRequested,
     Emit,
     Event,
     Finished,
     FrameArrived,
     GaveUp,
+    HandoverTimedOut,
     Lifecycle,
     LifecycleSettings,
     MoveReason,
@@ -210,6 +212,8 @@ class Dispatcher:
                     self._emit(generation, token, self._now())
                 case NeedAssignment(exclude, reason):
                     self._enqueue(generation, exclude, reason)
+                case AwaitHandover(attempt_id, timeout_s):
+                    self._loop.call_later(timeout_s, self._handover_timed_out, attempt_id)
                 case Finished(reason):
                     generation.finish = reason
                     self._metrics.record("pd_serve_request_seconds", self._now() - generation.submitted_at)
@@ -349,6 +353,12 @@ class Dispatcher:
     def _timed_out(self, generation: Generation) -> None:
         if generation.key in self._open:
             self._handle(generation, TimedOut())
+            self._pump()
+
+    def _handover_timed_out(self, attempt_id: AttemptId) -> None:
+        generation = self._by_attempt.get(attempt_id)
+        if generation is not None:
+            self._handle(generation, HandoverTimedOut(attempt_id))
             self._pump()
 
     def _leave_workers(self, generation: Generation) -> None:

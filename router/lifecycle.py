@@ -54,6 +54,8 @@ from pd_serve.protocol.sampling import SamplingParams
 @dataclass(frozen=True, slots=True)
 class LifecycleSettings:
     transfer_timeout_s: float
+    handover_timeout_s: float
+    """From prefill's word that all is sent to decode's first token: the record may have been lost on the way."""
     max_moves: int
     """Moves after a fault; those that a worker asks for in good order (preempted, draining, no room) are not counted."""
 
@@ -98,7 +100,14 @@ class TimedOut:
     """The request's time in the queue or in all is up."""
 
 
-Event = Assigned | FrameArrived | TokenArrived | WorkerLost | CancelRequested | TimedOut
+@dataclass(frozen=True, slots=True)
+class HandoverTimedOut:
+    """So long after AwaitHandover."""
+
+    attempt_id: AttemptId
+
+
+Event = Assigned | FrameArrived | TokenArrived | WorkerLost | CancelRequested | TimedOut | HandoverTimedOut
 
 
 # ---- actions
@@ -148,7 +157,15 @@ class GaveUp:
     error: PdServeError
 
 
-Action = Send | NeedAssignment | Emit | Finished | GaveUp
+@dataclass(frozen=True, slots=True)
+class AwaitHandover:
+    """Answer with HandoverTimedOut after `timeout_s`, whatever has happened by then."""
+
+    attempt_id: AttemptId
+    timeout_s: float
+
+
+Action = Send | NeedAssignment | Emit | Finished | GaveUp | AwaitHandover
 
 
 class _Leg(Enum):
@@ -166,6 +183,8 @@ class _Attempt:
     prefill: PeerId | None
     decode_leg: _Leg = _Leg.HELD
     prefill_leg: _Leg = _Leg.UNTOLD
+    has_spoken: bool = False
+    """Decode has sent a token."""
 
 
 _MOVE_REASONS = {
@@ -257,6 +276,8 @@ class Lifecycle:
                 return self._on_worker_lost(peer)
             case CancelRequested():
                 return self._end()
+            case HandoverTimedOut(attempt_id):
+                return self._on_handover_timed_out(attempt_id)
             case TimedOut():
                 waiting = self._attempt is None
                 detail = "no worker became free in time" if waiting else "the request took too long"
@@ -287,9 +308,10 @@ class Lifecycle:
             case Reserved():
                 return self._on_reserved(attempt, frame) if from_decode else ()
             case PrefillDone():
-                if not from_decode:
-                    attempt.prefill_leg = _Leg.ENDED
-                return ()
+                if from_decode:
+                    return ()
+                attempt.prefill_leg = _Leg.ENDED
+                return (AwaitHandover(attempt.attempt_id, self._settings.handover_timeout_s),)
             case Refused(reason=reason, detail=detail):
                 return self._on_refused(attempt, reason, detail) if from_decode else ()
             case Failed(reason=failure, detail=detail):
@@ -327,11 +349,18 @@ class Lifecycle:
         if attempt is None or token.attempt_id != attempt.attempt_id or peer != attempt.decode:
             return ()
         self._token_ids.append(token.token_id)
+        attempt.has_spoken = True
         attempt.prefill_leg = _Leg.ENDED  # a token means that all KV has arrived
         if token.finish is None:
             return (Emit(token),)
         attempt.decode_leg = _Leg.ENDED
         return (Emit(token), *self._end(), Finished(token.finish))
+
+    def _on_handover_timed_out(self, attempt_id: AttemptId) -> tuple[Action, ...]:
+        attempt = self._attempt
+        if attempt is None or attempt.attempt_id != attempt_id or attempt.has_spoken:
+            return ()
+        return self._move(MoveReason.TIMEOUT, attempt.decode, f"{attempt.decode} has not spoken since the prompt was handed over")
 
     def _on_worker_lost(self, peer: PeerId) -> tuple[Action, ...]:
         attempt = self._attempt

@@ -191,7 +191,7 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int) -> Servi
         metrics,
     )
     settings = DispatcherSettings(
-        lifecycle=LifecycleSettings(router.transfer_timeout_s, router.max_moves),
+        lifecycle=LifecycleSettings(router.transfer_timeout_s, router.handover_timeout_s, router.max_moves),
         routing=RoutingSettings(router.local_prefill_max_tokens, config.engine.max_batch_tokens, config.engine.max_running),
         queue_timeout_s=router.queue_timeout_s,
         request_timeout_s=router.request_timeout_s,

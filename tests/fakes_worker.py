@@ -65,6 +65,8 @@ class Script:
     prefill_s_per_token: float = 0.0
     """Prompts are computed one after the other."""
     fail_prefill: FailureReason | None = None
+    lost_records: int = 0
+    """Prompts that are computed, but of which decode never hears."""
 
 
 class Board:
@@ -190,7 +192,10 @@ class MockWorker:
         if self.script.fail_prefill is not None:
             self.send(Failed(frame.attempt_id, self.script.fail_prefill, "scripted"))
             return
-        self.board.arrived(frame.attempt_id).set()
+        if self.script.lost_records:
+            self.script.lost_records -= 1
+        else:
+            self.board.arrived(frame.attempt_id).set()
         self.send(PrefillDone(frame.attempt_id, len(frame.token_ids), 0))
 
     async def _decode(self, frame: Open) -> None:

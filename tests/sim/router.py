@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from pd_serve.errors import PdServeError
 from pd_serve.ids import AttemptId, PeerId, RouterId
@@ -24,12 +25,14 @@ from pd_serve.protocol.sampling import SamplingParams
 from router.lifecycle import (
     Action,
     Assigned,
+    AwaitHandover,
     CancelRequested,
     Emit,
     Event,
     Finished,
     FrameArrived,
     GaveUp,
+    HandoverTimedOut,
     Lifecycle,
     LifecycleSettings,
     NeedAssignment,
@@ -84,6 +87,7 @@ class SimRouter(Process):
         self.open: list[Request] = []
         self.register_attempt: Callable[[AttemptId, Request], None] = lambda attempt_id, request: None
         self.local_share = 0.1
+        self.num_handover_timeouts = 0
         self._settings = settings
         self._lifecycle_class = lifecycle_class
         self._legs = LegTracker()
@@ -134,6 +138,8 @@ class SimRouter(Process):
                     self.loop.after(backoff, lambda exclude=exclude: self.call(lambda: self._assign(request, exclude)))  # type: ignore[misc]
                 case Emit(token):
                     self._emit(request, token.token_id, token.logprobs.chosen if token.logprobs else None)
+                case AwaitHandover(attempt_id, timeout_s):
+                    self.loop.after(timeout_s, partial(self.call, partial(self._handover_timed_out, request, attempt_id)))
                 case Finished(reason):
                     self._end(request)
                     request.finish = reason
@@ -142,6 +148,12 @@ class SimRouter(Process):
                     request.error = error
         if request.lifecycle is not None and request.lifecycle.is_done and request in self.open:
             self.open.remove(request)
+
+    def _handover_timed_out(self, request: Request, attempt_id: AttemptId) -> None:
+        assert request.lifecycle is not None
+        before = request.lifecycle.attempt_id
+        self._feed(request, HandoverTimedOut(attempt_id))
+        self.num_handover_timeouts += request.lifecycle.attempt_id != before
 
     def _end(self, request: Request) -> None:
         self.loop.log(self.name, "request", request.number, "ends")

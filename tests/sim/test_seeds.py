@@ -21,6 +21,15 @@ def test_no_invariant_breaks(first: int) -> None:
     assert totals["moves"] > 0
 
 
+def test_workers_of_any_two_roles_die_at_once() -> None:
+    totals: Counter[str] = Counter()
+    for seed in range(300):
+        totals.update(run_seed(seed).counts)
+    pairs = {name: count for name, count in totals.items() if name.startswith("crash of ")}
+    assert pairs.keys() >= {"crash of decode and prefill", "crash of decode and decode", "crash of prefill and prefill"}, pairs
+    assert totals["handover timeouts"] > 0
+
+
 def test_a_seed_always_runs_the_same_way() -> None:
     first, second = run_seed(7), run_seed(7)
     assert (first.virtual_s, first.num_events, first.counts) == (second.virtual_s, second.num_events, second.counts)

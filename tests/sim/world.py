@@ -22,6 +22,7 @@ from workers.events import DrainRequested
 from workers.machine import WorkerMachine
 from workers.settings import MachineSettings, pool_limited_len
 
+NEVER_S = 1e9
 PATIENCE_S = 90.0
 """Virtual seconds after the last fault in which everything must have ended."""
 
@@ -116,6 +117,10 @@ class World:
         self._next_link_id = 1
         self._min_len = self.scenario.pool_tokens[0]
         self._last_fault_at = 0.0
+        self._more = Random(f"{seed} more")
+        """For what was added later, so that the rest of a seed's run is as it was."""
+        waits = (NEVER_S, 2.0) if not self.scenario.num_faults else (NEVER_S, 2.0, 0.05, 0.003)
+        self._handover_timeout_s = self._more.choice(waits)
 
     # ---- building
 
@@ -133,7 +138,7 @@ class World:
             self.loop.at(self.rng.uniform(0.0, scenario.duration_s + 0.05), self._fault)
 
     def _start_router(self, name: str) -> None:
-        settings = LifecycleSettings(self.scenario.transfer_timeout_s, self.scenario.max_moves)
+        settings = LifecycleSettings(self.scenario.transfer_timeout_s, self._handover_timeout_s, self.scenario.max_moves)
         router = SimRouter(self.loop, name, settings, self.planted.lifecycle)
         router.local_share = self.scenario.local_share
         router.register_attempt = self._by_attempt.__setitem__
@@ -266,8 +271,16 @@ class World:
         return self.rng.choice([self.nodes[name] for name in sorted(self.nodes)])
 
     def _crash_node(self) -> None:
+        """Every other time another one dies at the same moment: of the other role, or of the same."""
         self.counts["crash"] += 1
-        self._some_node().crash()
+        node = self._some_node()
+        node.crash()
+        others = [other for _, other in sorted(self.nodes.items()) if not other.is_dead]
+        if others and self._more.random() < 0.5:
+            other = self._more.choice(others)
+            kinds = sorted((node.info.role.value, other.info.role.value))
+            self.counts[f"crash of {' and '.join(kinds)}"] += 1
+            other.crash()
 
     def _on_crash(self, node: Node) -> None:
         self._last_fault_at = self.loop.now
@@ -349,6 +362,7 @@ class World:
         for request in self.requests:
             self._check_request(request)
             self.counts["moves"] += max(0, request.num_assignments - 1)
+        self.counts["handover timeouts"] = sum(router.num_handover_timeouts for router in self.routers)
         return Report(self.seed, self.loop.now, self.loop.num_events, self.counts)
 
     def _alive_nodes(self) -> list[Node]:

@@ -97,6 +97,22 @@ async def test_prefill_failure_cancels_decode_and_moves(tmp_path: Path) -> None:
     assert len(decode.of(Cancel)) == len(bad.of(Prefill)) >= 1
 
 
+async def test_a_lost_record_costs_the_handover_timeout_and_not_the_transfers(tmp_path: Path) -> None:
+    board = Board()
+    prefill = mock_worker("prefill-0", Role.PREFILL, script=Script(lost_records=1), board=board)
+    decodes = [mock_worker(f"decode-{i}", board=board) for i in range(2)]
+    async with cluster(tmp_path, prefill, *decodes, handover_timeout_s=0.3, transfer_timeout_s=60.0) as c:
+        began = asyncio.get_running_loop().time()
+        assert (await c.complete()).status_code == 200
+        assert 0.25 < asyncio.get_running_loop().time() - began < 2.0
+        assert await c.metric("pd_serve_moves_total", '{reason="timeout"}') == 1
+        assert (await c.complete()).status_code == 200
+        await asyncio.sleep(0.4)
+        assert await c.metric("pd_serve_moves_total", '{reason="timeout"}') == 1, "only the lost one"
+    assert [len(worker.of(Cancel)) for worker in decodes].count(1) == 1
+    assert not prefill.of(Cancel)
+
+
 async def test_no_prefill_worker_prompts_are_computed_where_they_decode(tmp_path: Path) -> None:
     decode = mock_worker()
     async with cluster(tmp_path, decode) as c:

@@ -26,11 +26,13 @@ from pd_serve.protocol.sampling import SamplingParams
 from router.lifecycle import (
     Action,
     Assigned,
+    AwaitHandover,
     CancelRequested,
     Emit,
     Finished,
     FrameArrived,
     GaveUp,
+    HandoverTimedOut,
     Lifecycle,
     LifecycleSettings,
     MoveReason,
@@ -50,7 +52,7 @@ class Driver:
 
     def __init__(self, max_moves: int = 2, max_tokens: int = 10) -> None:
         ids = map(AttemptId, itertools.count(1))
-        self.lifecycle = Lifecycle(LifecycleSettings(60.0, max_moves), PROMPT, SamplingParams(max_tokens=max_tokens), ids.__next__)
+        self.lifecycle = Lifecycle(LifecycleSettings(60.0, 10.0, max_moves), PROMPT, SamplingParams(max_tokens=max_tokens), ids.__next__)
         assert self.lifecycle.start() == (NeedAssignment(frozenset(), MoveReason.FIRST),)
 
     def do(self, event: object) -> tuple[Action, ...]:
@@ -91,12 +93,35 @@ def test_a_request_runs_from_open_to_finish() -> None:
     assert send.peer == P1
     assert isinstance(send.frame, Prefill)
     assert send.frame.target == target()
-    assert driver.do(FrameArrived(P1, PrefillDone(driver.attempt, 3, 0))) == ()
+    assert driver.do(FrameArrived(P1, PrefillDone(driver.attempt, 3, 0))) == (AwaitHandover(driver.attempt, 10.0),)
     first = TokenOutput(driver.attempt, 7)
     assert driver.do(TokenArrived(D1, first)) == (Emit(first),)
     actions = driver.token(8, FinishReason.STOP)
     assert [type(action) for action in actions] == [Emit, Finished]
     assert driver.lifecycle.is_done
+
+
+def test_a_request_whose_record_was_lost_moves_and_only_decode_is_cancelled() -> None:
+    driver = Driver()
+    lost = driver.assign().attempt_id
+    driver.reserve()
+    driver.do(FrameArrived(P1, PrefillDone(lost, 3, 0)))
+    assert driver.do(HandoverTimedOut(lost)) == (Send(D1, Cancel(lost)), NeedAssignment(frozenset({D1}), MoveReason.TIMEOUT))
+    assert driver.do(HandoverTimedOut(lost)) == ()
+    again = driver.assign(P2, D2).attempt_id
+    assert driver.do(HandoverTimedOut(lost)) == (), "the time of another attempt"
+    driver.do(FrameArrived(D2, Reserved(again, target(), 0)))
+    driver.do(FrameArrived(P2, PrefillDone(again, 3, 0)))
+    assert len(driver.do(TokenArrived(D2, TokenOutput(again, 7)))) == 1
+    assert driver.do(HandoverTimedOut(again)) == (), "decode has spoken"
+
+
+def test_decode_may_speak_before_prefill_says_that_it_is_done() -> None:
+    driver = Driver()
+    driver.assign()
+    driver.reserve()
+    driver.token(7)
+    assert driver.do(FrameArrived(P1, PrefillDone(driver.attempt, 3, 0))) == ()
 
 
 def test_a_local_attempt_needs_no_prefill() -> None:
