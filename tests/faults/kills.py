@@ -1,6 +1,7 @@
 """SIGKILL at seeded moments under load: no request fails, none is answered differently, every table is empty at the end.
 
 python -m tests.faults.kills --seed 7 --kills 20      one campaign on its own cluster, with a line per kill
+python -m tests.faults.kills --pairs                  two workers at once each time
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ class Kill:
     victim: str
     """Which processes of the worker: rank, front or both."""
     after_s: float
+    also: tuple[str, int] | None = None
+    """Role and index of another worker that dies in the same moment, in the same way."""
 
 
 def draw_kills(seed: int, count: int) -> list[Kill]:
@@ -50,6 +53,20 @@ def draw_kills(seed: int, count: int) -> list[Kill]:
     while len(kills) < count:
         for role, victim in rng.sample(kinds, len(kinds)):
             kills.append(Kill(role, rng.randrange(2), victim, rng.uniform(0.0, 2.0)))
+    return kills[:count]
+
+
+def draw_pairs(seed: int, count: int) -> list[Kill]:
+    """Two workers at once: one of each role, or all of one role, so that nothing of that kind is left until it has started again."""
+    rng = Random(seed)
+    kinds = [(roles, victim) for roles in (("prefill", "decode"), ("decode", "decode")) for victim in ("rank", "both")]
+    kinds.append((("prefill", "prefill"), "both"))
+    kills: list[Kill] = []
+    while len(kills) < count:
+        for (role, other), victim in rng.sample(kinds, len(kinds)):
+            index = rng.randrange(2)
+            also = (other, 1 - index if other == role else rng.randrange(2))
+            kills.append(Kill(role, index, victim, rng.uniform(0.0, 2.0), also))
     return kills[:count]
 
 
@@ -114,32 +131,35 @@ class Campaign:
         return report
 
     async def _one(self, kill: Kill) -> None:
-        victim = await asyncio.to_thread(self._strike, kill)
+        victims = await asyncio.to_thread(self._strike, kill)
         began = time.monotonic()
-        await self._whole_again(victim)
+        await self._whole_again(victims)
         self.report.num_kills += 1
         self.report.recovery_s.append(time.monotonic() - began)
         if self._is_verbose:
             print(f"{self.report.num_kills}: {kill} -> whole after {self.report.recovery_s[-1]:.2f} s", flush=True)
 
-    def _strike(self, kill: Kill) -> dict[str, Any]:
-        worker = self._cluster.worker(kill.role, kill.index)
-        pids = {"rank": worker["rank_pids"], "front": [worker["pid"]], "both": [*worker["rank_pids"], worker["pid"]]}[kill.victim]
-        for pid in pids:
-            os.kill(pid, signal.SIGKILL)
-        return worker
+    def _strike(self, kill: Kill) -> list[dict[str, Any]]:
+        places = [(kill.role, kill.index), *([kill.also] if kill.also else [])]
+        workers = [self._cluster.worker(role, index) for role, index in places]
+        for worker in workers:
+            pids = {"rank": worker["rank_pids"], "front": [worker["pid"]], "both": [*worker["rank_pids"], worker["pid"]]}[kill.victim]
+            for pid in pids:
+                os.kill(pid, signal.SIGKILL)
+        return workers
 
-    async def _whole_again(self, victim: dict[str, Any]) -> None:
-        """Another incarnation is there, and every pair has joined."""
+    async def _whole_again(self, victims: list[dict[str, Any]]) -> None:
+        """Other incarnations are there, and every pair has joined."""
         deadline = time.monotonic() + RECOVERY_TIMEOUT_S
         while True:
-            if await asyncio.to_thread(self._is_whole, victim):
+            if await asyncio.to_thread(self._is_whole, victims):
                 return
             if time.monotonic() > deadline:
-                raise AssertionError(f"not whole {RECOVERY_TIMEOUT_S} s after the death of {victim['id']}\n{self._cluster.log}")
+                names = [victim["id"] for victim in victims]
+                raise AssertionError(f"not whole {RECOVERY_TIMEOUT_S} s after the death of {names}\n{self._cluster.log}")
             await asyncio.sleep(0.1)
 
-    def _is_whole(self, victim: dict[str, Any]) -> bool:
+    def _is_whole(self, victims: list[dict[str, Any]]) -> bool:
         try:
             workers = self._cluster.workers()
         except httpx.HTTPError:
@@ -147,7 +167,7 @@ class Campaign:
         names = {f"{worker['id']}@{worker['incarnation']:016x}": worker for worker in workers}
         if len(workers) != 4 or not all(worker["ready"] for worker in workers):
             return False
-        if any(worker["incarnation"] == victim["incarnation"] for worker in workers):
+        if {worker["incarnation"] for worker in workers} & {victim["incarnation"] for victim in victims}:
             return False
         for worker in workers:
             others = {name for name, other in names.items() if other["role"] != worker["role"]}
@@ -165,15 +185,16 @@ class Campaign:
         return {reason: count for reason, count in counts.items() if count}
 
 
-def campaign(log_dir: Path, seed: int, num_kills: int, is_verbose: bool = False) -> Report:
+def campaign(log_dir: Path, seed: int, num_kills: int, is_verbose: bool = False, in_pairs: bool = False) -> Report:
     """On a cluster of its own. Raises AssertionError with the command that replays the same kills."""
+    kills = (draw_pairs if in_pairs else draw_kills)(seed, num_kills)
     try:
         with running(log_dir, prefill=2, decode=2, dtype="bfloat16", restart=True, settings=SETTINGS) as cluster:
-            report = asyncio.run(Campaign(cluster, seed, is_verbose).run(draw_kills(seed, num_kills)))
+            report = asyncio.run(Campaign(cluster, seed, is_verbose).run(kills))
             assert not report.failures, f"{report}\n" + "\n".join(report.failures[:5])
             cluster.assert_clean(CLEAN_TIMEOUT_S)
     except AssertionError as error:
-        error.add_note(f"replay: python -m tests.faults.kills --seed {seed} --kills {num_kills}")
+        error.add_note(f"replay: python -m tests.faults.kills --seed {seed} --kills {num_kills}{' --pairs' * in_pairs}")
         raise
     return report
 
@@ -182,11 +203,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kills", description=__doc__)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--pairs", action="store_true", help="two workers at once")
     parser.add_argument("--log-dir", type=Path)
     options = parser.parse_args()
     log_dir = options.log_dir or Path(tempfile.mkdtemp(prefix="pd-serve-kills-"))
     print(f"logs in {log_dir}")
-    print(campaign(log_dir, options.seed, options.kills, is_verbose=True))
+    print(campaign(log_dir, options.seed, options.kills, is_verbose=True, in_pairs=options.pairs))
     return 0
 
 
