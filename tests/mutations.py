@@ -10,22 +10,15 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
+
+from tests.mutation import Mutation
+from tests.mutations_of_bounds import BOUNDS
+from tests.mutations_of_routing import ROUTING
 
 ROOT = Path(__file__).resolve().parent.parent
 _PACKAGES = ("pd_serve", "router", "workers", "tests", "docs", "configs", "docker")
 _FILES = ("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile")
-
-
-@dataclass(frozen=True, slots=True)
-class Mutation:
-    path: str
-    old: str
-    """Occurs once in the file."""
-    new: str
-    test: str
-    """The node that fails; without parameters: at least one of its cases does."""
 
 
 _ROUTER = "tests/unit/router/"
@@ -276,6 +269,8 @@ MUTATIONS: dict[str, Mutation] = {
         "True",
         _UCX + "test_identity.py::test_a_stranger_writes_nothing_joins_nothing_and_crashes_nothing",
     ),
+    **BOUNDS,
+    **ROUTING,
 }
 
 

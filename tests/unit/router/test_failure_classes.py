@@ -257,6 +257,24 @@ async def test_overload_by_impatient_clients_leaves_an_idle_system(tmp_path: Pat
         assert await timed() < idle_s + 0.1
 
 
+async def test_choices_of_a_prompt_on_a_hot_worker_spill_over_and_others_stay_together(tmp_path: Path) -> None:
+    """decode-0 has room for one attempt at a time; the choices of each prompt follow its first one wherever they can."""
+    board = Board()
+    prefill = mock_worker("prefill-0", Role.PREFILL, board=board)
+    hot = mock_worker("decode-0", script=Script(interval_s=0.002, capacity=1), board=board)
+    cool = mock_worker("decode-1", script=Script(interval_s=0.002), board=board)
+    async with cluster(tmp_path, prefill, hot, cool) as c:
+        replies = await asyncio.gather(*(c.complete(prompt=f"prompt {number}", n=3) for number in range(6)))
+        assert {reply.status_code for reply in replies} == {200}
+        assert all(len(reply.json()["choices"]) == 3 for reply in replies)
+        assert await c.metric("pd_serve_routing_decisions_total", '{kind="local",reason="cached"}') >= 6
+    firsts = {tuple(frame.token_ids) for frame in cool.of(Open) if isinstance(frame, Open) and frame.writer is not None}
+    followers = [tuple(frame.token_ids) for frame in cool.of(Open) if isinstance(frame, Open) and frame.writer is None]
+    assert hot.of(Open)
+    assert len(followers) >= 6
+    assert firsts >= set(followers)
+
+
 async def test_burst_of_mixed_lengths_is_shared_by_tokens(tmp_path: Path) -> None:
     """200 prompts of mixed length within 100 ms on 4 prefill workers."""
     rng = random.Random(35)

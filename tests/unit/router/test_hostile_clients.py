@@ -65,6 +65,17 @@ async def test_a_text_too_long_for_any_prompt_is_refused_before_it_is_tokenized(
         assert encoded == [600]
 
 
+async def test_a_long_chat_is_not_even_rendered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Templates run on the event loop."""
+    rendered: list[int] = []
+    monkeypatch.setattr(FolderTokenizer, "render_chat", lambda codec, messages, template_kwargs: rendered.append(1) or "x")
+    async with cluster(tmp_path, mock_worker(role=Role.BOTH), max_prompt_tokens=50) as c:
+        assert (await c.chat(messages=[{"role": "user", "content": "x" * 201}] * 3)).status_code == 400
+        assert rendered == []
+        assert (await c.chat(messages=[{"role": "user", "content": "x" * 200}] * 3)).status_code == 200
+        assert rendered == [1]
+
+
 async def test_the_length_of_texts_can_be_bounded(tmp_path: Path) -> None:
     async with cluster(tmp_path, mock_worker(role=Role.BOTH), max_prompt_chars=20) as c:
         assert (await c.complete(prompt="x" * 20)).status_code == 200

@@ -103,6 +103,23 @@ def test_sibling_goes_beside_its_prompt() -> None:
     assert names(gone) == {("p0", "d0"), ("p0", "d1")}
 
 
+def test_one_hot_worker_does_not_end_affinity() -> None:
+    """What goes beside a prompt on a full worker goes where there is room; what goes beside one on another stays there."""
+    full = {"num_free_tokens": 5}, {"num_sequences": 8}
+    for hot in full:
+        workers = (
+            view("p0", Role.PREFILL, (D0, D1)),
+            view("d0", Role.DECODE, (P0,), **hot),
+            view("d1", Role.DECODE, (P0,)),
+        )
+        (kept,) = possible_routes(Demand(10, 10, beside=D1), workers, SETTINGS)
+        assert (kept.prefill, kept.decode.peer, kept.reason) == (None, D1, "cached")
+        assert names(possible_routes(Demand(10, 10, beside=D0), workers, SETTINGS)) == {("p0", "d1")}, "spilt over"
+    cooled = (view("p0", Role.PREFILL, (D0, D1)), view("d0", Role.DECODE, (P0,)), view("d1", Role.DECODE, (P0,)))
+    (back,) = possible_routes(Demand(10, 10, beside=D0), cooled, SETTINGS)
+    assert back.decode.peer == D0
+
+
 def test_colocated_and_disaggregated_workers_mix() -> None:
     workers = (view("b0", Role.BOTH), view("p0", Role.PREFILL, (D0,)), view("d0", Role.DECODE, (P0,)))
     assert names(possible_routes(Demand(10, 10), workers, SETTINGS)) == {(None, "b0"), ("p0", "d0")}

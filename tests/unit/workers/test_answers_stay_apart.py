@@ -87,10 +87,11 @@ def is_end_of(attempt: int, frame: object) -> bool:
 
 
 def test_prompts_in_one_batch_are_not_mixed_up_while_others_are_cancelled(pair: tuple[Rank, Rank]) -> None:
+    """258 prompts, six at a time on ranks that run two, 15 % of them cancelled."""
     prefill, decode = pair
     rng = random.Random(15)
     sampling = SamplingParams(max_tokens=4, temperature=0.0)
-    for first in range(1, 97, 6):
+    for first in range(1, 259, 6):
         group = range(first, first + 6)
         cancelled = {attempt for attempt in group if rng.random() < 0.15}
         for attempt in group:
