@@ -54,7 +54,14 @@ DECODE = peer_info("decode", Role.DECODE)
 class Worker:
     """A WorkerMachine with one open link, and the time."""
 
-    def __init__(self, info: PeerInfo, headroom_tokens: int = 4, prefill_chunk: int = 0, kv_digest: KVDigest | None = None) -> None:
+    def __init__(
+        self,
+        info: PeerInfo,
+        headroom_tokens: int = 4,
+        prefill_chunk: int = 0,
+        kv_digest: KVDigest | None = None,
+        num_contributors: int = 1,
+    ) -> None:
         settings = MachineSettings(
             info=info,
             vocab_size=100,
@@ -67,6 +74,7 @@ class Worker:
             rejoin_after_s=1.0,
             load_interval_s=0.1,
             heartbeat_s=1000.0,
+            num_contributors=num_contributors,
             kv_digest=kv_digest,
         )
         scheduler = SchedulerSettings(64, 8, prefill_chunk, frozenset({EOS}), settings.max_model_len)

@@ -49,6 +49,7 @@ class FreeOnAbandon(Quarantine):
 
     def abandon(self, lease_id: LeaseId, now: float) -> list[Action]:
         actions = super().abandon(lease_id, now)
+        self._leases.quarantine(lease_id)
         self._leases.writer_let_go(lease_id)
         self._ask_again_at.pop(lease_id, None)
         return actions

@@ -41,7 +41,7 @@ from pd_serve.protocol.link import (
 )
 from pd_serve.protocol.notify import Completed, Quiesced
 from pd_serve.transport.base import WriteWindow
-from workers.decode.quarantine import Quarantine
+from workers.decode.quarantine import Quarantine, may_report
 from workers.events import Action, CloseWindow, Observe, OpenWindow, SendFrame
 from workers.settings import MachineSettings
 
@@ -142,7 +142,7 @@ class DecodeMachine:
         problem = self._damage(attempt, lease, notice)
         if problem:
             return self._fail(attempt, FailureReason.TRANSFER, f"bad completion from {peer}: {problem}", now)
-        if not self._quarantine.contributor_done(lease, notice.contributor):
+        if not self._leases.complete(lease.lease_id, notice.contributor):
             return []
         attempt.handed_over_at = now - notice.compute_to_notice_s
         return self._filled(attempt, lease, notice)
@@ -153,7 +153,7 @@ class DecodeMachine:
             return _stale()
         if lease.state is not LeaseState.GRANTED:
             return [] if self._quarantine.on_notice(peer, notice) else _stale()
-        self._quarantine.contributor_done(lease, notice.contributor)
+        self._leases.let_go(lease.lease_id, notice.contributor)
         return self._fail(self._attempts[lease.attempt_id], FailureReason.TRANSFER, f"{peer} stopped before all KV was written", now)
 
     def on_updates(self, updates: Iterable[SequenceUpdate], started_at: float) -> list[Action]:
@@ -274,7 +274,8 @@ class DecodeMachine:
         missing = self._pool.num_blocks_for(num_tokens) - len(cached)
         blocks = cached + self._pool.allocate(missing, after=cached[-1] if cached else None)
         sequence.block_table = []
-        lease = self._leases.grant(sequence.attempt_id, writer, blocks, len(cached), deadline)
+        contributors = dict.fromkeys(range(self._settings.num_contributors), writer)
+        lease = self._leases.grant(sequence.attempt_id, writer, blocks, len(cached), deadline, contributors)
         attempt.lease_id = lease.lease_id
         starts, ends = write_ranges(layout, blocks, num_cached, num_tokens)
         return [OpenWindow(WriteWindow(lease.lease_id, lease.epoch, writer, starts, ends))]
@@ -285,7 +286,7 @@ class DecodeMachine:
             lease = self._leases.check(notice.lease_id, notice.epoch, peer)
         except StaleError:
             return None
-        if not 0 <= notice.contributor < self._settings.num_contributors or self._quarantine.has_reported(lease, notice.contributor):
+        if not may_report(lease, peer, notice.contributor):
             return None
         if isinstance(notice, Completed) and notice.attempt_id != lease.attempt_id:
             return None
@@ -295,9 +296,10 @@ class DecodeMachine:
         """Why a record does not prove that all KV is here; empty if it does."""
         layout = self._settings.layout
         num_tokens = len(attempt.sequence.token_ids)
-        owed = (num_tokens - lease.num_cached_blocks * layout.block_size) * layout.bytes_per_token // self._settings.num_contributors
-        if notice.num_contributors != self._settings.num_contributors:
-            return f"{notice.num_contributors} contributors, {self._settings.num_contributors} expected"
+        num_contributors = len(lease.contributors)
+        owed = (num_tokens - lease.num_cached_blocks * layout.block_size) * layout.bytes_per_token // num_contributors
+        if notice.num_contributors != num_contributors:
+            return f"{notice.num_contributors} contributors, {num_contributors} expected"
         if (notice.num_tokens, notice.num_layers) != (num_tokens, layout.num_layers):
             return f"{notice.num_tokens} tokens x {notice.num_layers} layers, {num_tokens} x {layout.num_layers} expected"
         if notice.nbytes != owed:
@@ -315,7 +317,6 @@ class DecodeMachine:
         sequence.num_computed_tokens = notice.num_tokens
         self._closing[lease.lease_id] = lease.writable_blocks
         self._pool.retain(lease.writable_blocks)
-        self._quarantine.forget(lease.lease_id)
         attempt.lease_id = None
         finish = sequence.append(notice.first_token, self._scheduler.rules)
         token = TokenOutput(sequence.attempt_id, notice.first_token, finish, notice.logprobs, notice.num_cached_tokens)

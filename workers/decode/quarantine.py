@@ -1,7 +1,8 @@
 """Getting abandoned leases back: asks their writers to let go, again and again, and fences those that stay silent. Pure.
 
-Owned by the decode machine. A lease gets here when its request has let go while its writer may still write. It ends, and its blocks go
-back, once its window is closed and, where that is no fence, Quiesced or Completed has come from every contributor or the writer is dead.
+Owned by the decode machine. A lease gets here when its request has let go while somebody may still write under it. It ends, and its
+blocks go back, once its window is closed and, where that is no fence, Quiesced or Completed has come from every contributor or its process
+is dead. Who has let go is in the lease itself (kv/lease.py).
 """
 
 from __future__ import annotations
@@ -20,41 +21,21 @@ class Quarantine:
         self._settings = settings
         self._leases = leases
         self._ask_again_at: dict[LeaseId, float] = {}
-        """Of every abandoned lease whose writer can still be reached."""
-        self._let_go: dict[LeaseId, set[int]] = {}
-        """Contributors of a lease that will write no more."""
-        self._silent: set[LeaseId] = set()
-        """Abandoned leases whose writer has let go before their window was closed."""
+        """Of every abandoned lease of which a writer can still be reached."""
         self._fence_again_at: dict[PeerId, float] = {}
-
-    def contributor_done(self, lease: HeldLease, contributor: int) -> bool:
-        """One contributor writes no more. True if it was the last of those expected."""
-        done = self._let_go.setdefault(lease.lease_id, set())
-        done.add(contributor)
-        return len(done) == self._settings.num_contributors
-
-    def has_reported(self, lease: HeldLease, contributor: int) -> bool:
-        return contributor in self._let_go.get(lease.lease_id, ())
-
-    def forget(self, lease_id: LeaseId) -> None:
-        """The lease was filled."""
-        self._let_go.pop(lease_id, None)
 
     def abandon(self, lease_id: LeaseId, now: float) -> list[Action]:
         """The request lets go of its lease. Precondition: GRANTED."""
         lease = self._leases.get(lease_id)
         assert lease is not None
         self._leases.abandon(lease_id, now)
-        actions: list[Action] = [CloseWindow(lease_id)]
-        if len(self._let_go.get(lease_id, ())) == self._settings.num_contributors:
-            self._release(lease_id)
-            return actions
-        self._ask_again_at[lease_id] = now + self._settings.quarantine_retry_s
-        return [*actions, SendNotice(lease.writer, Abandon(lease_id, lease.epoch))]
+        if lease.writing:
+            self._ask_again_at[lease_id] = now + self._settings.quarantine_retry_s
+        return [CloseWindow(lease_id), *_ask(lease)]
 
     def on_window_closed(self, lease_id: LeaseId, fenced: bool) -> None:
         self._leases.quarantine(lease_id)
-        if fenced or lease_id in self._silent:
+        if fenced:
             self._release(lease_id)
 
     def on_notice(self, peer: PeerId, notice: Completed | Quiesced) -> bool:
@@ -64,18 +45,22 @@ class Quarantine:
         except StaleError:
             return False
         assert lease.state is not LeaseState.GRANTED
-        if self.has_reported(lease, notice.contributor) or not 0 <= notice.contributor < self._settings.num_contributors:
+        if not may_report(lease, peer, notice.contributor):
             return False
-        if self.contributor_done(lease, notice.contributor):
+        self._leases.let_go(lease.lease_id, notice.contributor)
+        if not lease.writing:
             self._release(lease.lease_id)
         return True
 
     def on_peer_lost(self, peer: PeerId, fenced: bool) -> None:
-        """Precondition: the writer's granted leases have been abandoned."""
+        """Precondition: granted leases under which the peer may still write have been abandoned."""
         for lease in self._leases.of_writer(peer):
-            self._ask_again_at.pop(lease.lease_id, None)
+            if lease.writers == (peer,):
+                self._ask_again_at.pop(lease.lease_id, None)
             if fenced:
-                self._release(lease.lease_id)
+                self._leases.process_let_go(lease.lease_id, peer)
+                if not lease.writing:
+                    self._release(lease.lease_id)
         if fenced:
             self._fence_again_at.pop(peer, None)
 
@@ -87,27 +72,29 @@ class Quarantine:
             lease = self._leases.get(lease_id)
             assert lease is not None
             self._ask_again_at[lease_id] = now + self._settings.quarantine_retry_s
-            actions.append(SendNotice(lease.writer, Abandon(lease_id, lease.epoch)))
+            actions += _ask(lease)
         return actions + self._fence_silent(now)
 
     def next_deadline(self) -> float | None:
         times = list(self._ask_again_at.values())
         for lease in self._abandoned():
-            times.append(max(lease.abandoned_at + self._settings.hard_fence_after_s, self._fence_again_at.get(lease.writer, 0.0)))
+            again = min(self._fence_again_at.get(peer, 0.0) for peer in lease.writers)
+            times.append(max(lease.abandoned_at + self._settings.hard_fence_after_s, again))
         return min(times, default=None)
 
     # ---- inside
 
     def _abandoned(self) -> list[HeldLease]:
-        """Leases whose writer has not let go."""
-        return [lease for lease in self._leases if lease.state is not LeaseState.GRANTED and lease.lease_id not in self._silent]
+        """Leases under which somebody may still write."""
+        return [lease for lease in self._leases if lease.state is not LeaseState.GRANTED and lease.writing]
 
     def _fence_silent(self, now: float) -> list[Action]:
         """Writers that have been asked for too long, or that hold too much of the pool after being asked twice."""
         settings = self._settings
         share = self._leases.num_quarantined_blocks / settings.layout.num_blocks
         patience = settings.quarantine_retry_s if share > settings.quarantine_fence_share else settings.hard_fence_after_s
-        silent = {lease.writer for lease in self._abandoned() if now >= lease.abandoned_at + min(patience, settings.hard_fence_after_s)}
+        patience = min(patience, settings.hard_fence_after_s)
+        silent = {peer for lease in self._abandoned() if now >= lease.abandoned_at + patience for peer in lease.writers}
         actions: list[Action] = []
         for peer in sorted(silent):
             if now < self._fence_again_at.get(peer, 0.0):
@@ -117,11 +104,16 @@ class Quarantine:
         return actions
 
     def _release(self, lease_id: LeaseId) -> None:
-        """The writer can write no more. While the window is open a late copy of a write might still be let in: the blocks wait for it."""
+        """Nobody can write any more. While the window is open a late copy of a write might still be let in: the blocks wait for it."""
         self._ask_again_at.pop(lease_id, None)
-        lease = self._leases.get(lease_id)
-        if lease is not None and lease.state is LeaseState.ABANDONED:
-            self._silent.add(lease_id)
-        elif self._leases.writer_let_go(lease_id):
-            self._silent.discard(lease_id)
-            self._let_go.pop(lease_id, None)
+        self._leases.writer_let_go(lease_id)
+
+
+def may_report(lease: HeldLease, peer: PeerId, contributor: int) -> bool:
+    """A record by `peer` can be that contributor's: it is one of those expected, of that process, and has not let go."""
+    return contributor in lease.writing and lease.contributors[contributor] == peer
+
+
+def _ask(lease: HeldLease) -> list[Action]:
+    """All that may still write are asked to let go."""
+    return [SendNotice(peer, Abandon(lease.lease_id, lease.epoch)) for peer in lease.writers]

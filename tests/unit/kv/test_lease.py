@@ -54,6 +54,18 @@ def test_writer_that_lets_go_first_does_not_free_what_the_request_holds() -> Non
     assert pool.num_allocatable == 0
 
 
+def test_blocks_of_an_abandoned_lease_wait_for_its_window_too() -> None:
+    pool, table = make(2)
+    lease = grant(pool, table)
+    table.abandon(lease.lease_id, 1.0)
+    assert not table.writer_let_go(lease.lease_id)
+    assert table.of_writer(P0) == ()
+    assert pool.num_allocatable == 0
+    assert table.quarantine(lease.lease_id)
+    assert not table.quarantine(lease.lease_id)
+    assert pool.num_allocatable == 2
+
+
 def test_deadline_alone_frees_nothing() -> None:
     pool, table = make(2)
     lease = grant(pool, table, deadline=5.0)
@@ -88,6 +100,7 @@ def test_shared_prefix_of_an_abandoned_lease_returns_at_once() -> None:
     table.abandon(lease.lease_id, 1.0)
     assert pool.counts().cached == 2
     assert pool.counts().held == 1
+    table.quarantine(lease.lease_id)
     table.writer_let_go(lease.lease_id)
     assert pool.counts().held == 0
 
@@ -151,6 +164,7 @@ def test_any_order_of_endings_returns_every_block_once(rng: random.Random) -> No
         assert sum(count for _, count in table.counts()) == len(table)
     for lease in table:
         table.abandon(lease.lease_id, 99.0)
+        table.quarantine(lease.lease_id)
         table.writer_let_go(lease.lease_id)
     for blocks in owned:
         pool.release(blocks)
