@@ -6,11 +6,13 @@ Between commands it drives the transport as a worker's transport thread does: pr
 from __future__ import annotations
 
 import base64
+import gc
 import json
 import os
 import select
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,6 +21,7 @@ import numpy as np
 
 from pd_serve.ids import Epoch, Incarnation, LeaseId, PeerId, WorkerId
 from pd_serve.transport.base import Flushed, TransportEvent, TransportSettings, WriteBatch, WriteWindow
+from pd_serve.transport.ucx import libucp
 from pd_serve.transport.ucx.transport import UcxTransport
 
 Json = object
@@ -98,6 +101,12 @@ class Agent:
     def do_flush(self, peer: list[object], token: int) -> None:
         self.up.flush(peer_of(peer), token)
 
+    def do_stand_still_and_write(self, seconds: float, peer: list[object], rows: list[list[int]], token: int) -> None:
+        """Under lease 1, with a flush behind; no step between: what happens meanwhile is not noticed before both were asked for."""
+        self.do_stand_still(seconds)
+        self.do_write(peer, rows, 1, 1)
+        self.do_flush(peer, token)
+
     def do_notify(self, peer: list[object], text: str) -> None:
         self.up.notify(peer_of(peer), text.encode())
 
@@ -169,7 +178,7 @@ class Agent:
         with open("/proc/self/statm", encoding="ascii") as statm:
             rss = int(statm.read().split()[1]) * 4096
         counters = msgspec.to_builtins(self.up.counters())
-        return {"fds": len(os.listdir("/proc/self/fd")), "rss": rss, **counters}
+        return {"fds": len(os.listdir("/proc/self/fd")), "rss": rss, **counters, **handles()}
 
     def do_close(self) -> None:
         self.memory = np.empty(0, np.uint8)
@@ -223,6 +232,21 @@ class Agent:
             answer = action(**command)
             sys.stdout.write(json.dumps({"answer": answer}) + "\n")
             sys.stdout.flush()
+
+
+def handles() -> dict[str, int]:
+    """What UCX holds for this process: objects of the binding by kind, garbage not counted, and shared memory mapped from anywhere."""
+    gc.collect()
+    kinds = Counter(type(item).__name__.removeprefix("Libucp") for item in gc.get_objects() if type(item).__module__ == libucp.__name__)
+    with open("/proc/self/maps", encoding="ascii") as maps:
+        num_maps = sum("ucx_shm" in line for line in maps)
+    return {
+        "endpoints": kinds["Endpoint"],
+        "keys": kinds["Key"],
+        "memories": kinds["Memory"],
+        "requests": kinds["Request"],
+        "maps": num_maps,
+    }
 
 
 if __name__ == "__main__":

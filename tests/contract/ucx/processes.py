@@ -23,9 +23,9 @@ PeerName = list[Any]
 class Process:
     """One agent. Every call has a deadline; a dead agent is an EOFError."""
 
-    def __init__(self, env: dict[str, str] | None = None) -> None:
+    def __init__(self, env: dict[str, str] | None = None, agent: str = "agent") -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.contract.ucx.agent"],
+            [sys.executable, "-m", f"tests.contract.ucx.{agent}"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=ROOT,
@@ -116,13 +116,15 @@ class Cluster:
 
     lanes: str
     processes: list[Process] = field(default_factory=list)
+    agent: str = "agent"
+    """Module that its processes run."""
 
     @property
     def one_sided(self) -> bool:
-        return self.lanes == "shm"
+        return self.lanes == "shm" or self.agent == "emulated_puts"
 
     def start(self, name: str, incarnation: int = 1, env: dict[str, str] | None = None, **options: Any) -> Process:
-        process = Process(env)
+        process = Process(env, self.agent)
         self.processes.append(process)
         return process.open(name, incarnation, options.pop("lanes", self.lanes), **options)
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from tests.contract.ucx.processes import POOL_NBYTES, Cluster
+from tests.contract.ucx.processes import POOL_NBYTES, Cluster, Process
 
 CHUNK = 64 * 1024
 ALL = [(start, start, CHUNK) for start in range(0, POOL_NBYTES, CHUNK)]
@@ -23,10 +23,8 @@ def test_bytes_are_there_after_the_flush(cluster: Cluster) -> None:
         assert target.call("digest", start=destination, end=destination + nbytes) == wrote
 
 
-@pytest.mark.parametrize("round_number", range(4))
-def test_a_busy_target_outlives_a_writer_killed_with_writes_queued(cluster: Cluster, round_number: int) -> None:
-    """F39: with emulated puts the target aborted when it came back."""
-    writer, target = cluster.pair()
+def kill_with_writes_queued(writer: Process, target: Process) -> None:
+    """The target does nothing meanwhile; it has to answer afterwards."""
     target.send("stand_still", seconds=0.3)
     for _ in range(8):
         writer.write(target, ALL)
@@ -35,6 +33,13 @@ def test_a_busy_target_outlives_a_writer_killed_with_writes_queued(cluster: Clus
     lost = target.wait("PeerLost", 3.0)
     assert lost["fenced"]
     assert target.call("run", seconds=0.2) < 0.2
+
+
+@pytest.mark.parametrize("round_number", [*range(3), *(pytest.param(number, marks=pytest.mark.slow) for number in range(3, 20))])
+def test_a_busy_target_outlives_a_writer_killed_with_writes_queued(cluster: Cluster, round_number: int) -> None:
+    """F39: with emulated puts the target aborted when it came back."""
+    writer, target = cluster.pair()
+    kill_with_writes_queued(writer, target)
     assert target.call("close_window", lease=1)
     other = cluster.start("other")
     cluster.join(other, target)
@@ -43,6 +48,17 @@ def test_a_busy_target_outlives_a_writer_killed_with_writes_queued(cluster: Clus
     other.write(target, ALL, lease=2)
     assert other.flush(target)["ok"]
     assert target.call("count", value=9) == POOL_NBYTES
+
+
+def test_the_check_catches_puts_over_tcp() -> None:
+    """PLANTED: a target whose peers put into its pool over tcp is aborted by UCX when the writer dies."""
+    cluster = Cluster("tcp", agent="emulated_puts")
+    try:
+        writer, target = cluster.pair()
+        with pytest.raises(EOFError, match=f"died: -{signal.SIGABRT:d}"):
+            kill_with_writes_queued(writer, target)
+    finally:
+        cluster.end()
 
 
 def test_a_writer_whose_target_is_killed_hears_of_it_at_once(cluster: Cluster) -> None:

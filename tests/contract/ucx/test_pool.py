@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from tests.contract.ucx.processes import POOL_NBYTES, Cluster
@@ -27,17 +29,44 @@ def test_an_idle_joined_transport_uses_under_two_percent_of_a_core(cluster: Clus
         assert min(process.call("run", seconds=0.6) for _ in range(3)) < 0.02 * 0.6
 
 
-def test_fifty_joins_and_departures_leave_descriptors_and_memory_flat(cluster: Cluster) -> None:
+def resources_while_joining(cluster: Cluster, num_cycles: int, every: int) -> list[list[dict[str, int]]]:
+    """[sample][process]: what two processes hold after each `every` cycles of join, end, and the other side told."""
     first, second = cluster.start("first"), cluster.start("second")
-    sizes = []
-    for round_number in range(50):
+    samples = []
+    for cycle in range(1, num_cycles + 1):
         cluster.join(first, second)
         first.call("remove", peer=second.peer)
         second.wait("PeerLost")
-        if round_number % 10 == 9:
-            first.call("run", seconds=0.05)
-            resources = [process.call("resources") for process in (first, second)]
-            sizes.append([(found["fds"], found["rss"]) for found in resources])
-    for index in range(2):
-        assert sizes[-1][index][0] <= sizes[0][index][0] + 1, sizes
-        assert sizes[-1][index][1] <= sizes[0][index][1] + (2 << 20), sizes
+        if cycle % every == 0:
+            for process in (first, second):
+                process.call("run", seconds=0.05)
+            samples.append([process.call("resources") for process in (first, second)])
+    return samples
+
+
+def check_flat(before: dict[str, int], after: dict[str, int], rss_margin_nbytes: int) -> None:
+    """Descriptors may differ by one, that of a connection which is just being closed; so may the endpoint kept until UCX has closed it."""
+    assert after["fds"] <= before["fds"] + 1, (before, after)
+    assert after["endpoints"] <= before["endpoints"] + 1, (before, after)
+    for kind in ("keys", "memories", "maps"):
+        assert after[kind] == before[kind], (before, after)
+    assert after["rss"] <= before["rss"] + rss_margin_nbytes, (before, after)
+
+
+def test_fifty_joins_and_departures_leave_descriptors_and_memory_flat(cluster: Cluster) -> None:
+    """F24. Memory: the first cycles fill what allocators and interpreter keep, hence the generous margin."""
+    samples = resources_while_joining(cluster, 50, 10)
+    for before, after in zip(samples[0], samples[-1], strict=True):
+        check_flat(before, after, 2 << 20)
+
+
+@pytest.mark.slow
+def test_a_thousand_joins_and_departures_leave_descriptors_and_memory_flat(
+    cluster: Cluster, record_property: Callable[[str, str], None]
+) -> None:
+    """F24. After 200 cycles all is warm. The rest grew by 308 KiB at most (shared memory) and 248 KiB (tcp), in one or two steps of the
+    allocator; the margin of 1 MiB is 1.3 KiB a cycle, less than any endpoint takes."""
+    samples = resources_while_joining(cluster, 1000, 100)
+    record_property("rss_kib", str([[process["rss"] >> 10 for process in sample] for sample in samples]))
+    for before, after in zip(samples[1], samples[-1], strict=True):
+        check_flat(before, after, 1 << 20)
