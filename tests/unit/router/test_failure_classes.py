@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -15,6 +16,8 @@ from pd_serve.protocol.client import ControlClient
 from pd_serve.protocol.control import RegisterWorker
 from pd_serve.protocol.link import Open, Prefill, Role
 from pd_serve.protocol.openai_responses import Completion
+from pd_serve.protocol.server import server_config
+from tests import fakes
 from tests.fakes import byte_ids, loopback_listener, peer_id, peer_info, welcome
 from tests.fakes_worker import Board, MockWorker, Script, mock_worker, running
 from tests.unit.router.cluster import Cluster, cluster, completion_body, events_of, until
@@ -177,6 +180,21 @@ async def test_first_request_after_a_link_died_in_silence(tmp_path: Path) -> Non
                 worker.cut()
             assert (await c.complete()).status_code == 200
             await until(lambda: len(c.services.pool.workers) == 2, "back")
+
+
+async def test_links_and_pooled_connections_live_through_a_long_idle_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a router and workers whose every timeout of idle connections is a fraction of a second: WebSocket pings and the answers to them,
+    HTTP keep-alive (a client's pooled connection dies meanwhile), the silence after which a worker is suspected."""
+    idle = partial(server_config, ws_ping_interval=0.1, ws_ping_timeout=0.2, timeout_keep_alive=1)
+    monkeypatch.setattr(fakes, "server_config", idle)
+    workers = fleet(1, 1)
+    async with cluster(tmp_path, *workers, worker_timeout_s=0.4) as c:
+        assert (await c.complete()).status_code == 200
+        await asyncio.sleep(2.0)
+        answer = await c.complete()
+        assert answer.status_code == 200
+        assert answer.elapsed.total_seconds() < 1.0
+        assert [worker.num_links for worker in workers] == [1, 1], "no link was made anew"
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(("router", "prefill", "decode"))), ids="-".join)
