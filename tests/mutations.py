@@ -152,6 +152,18 @@ MUTATIONS: dict[str, Mutation] = {
         "return",
         _CLASSES + "test_first_request_after_a_link_died_in_silence",
     ),
+    "pings-unanswered": Mutation(
+        "pd_serve/protocol/client.py",
+        "pending = self._websocket.data_to_send()",
+        "pending: list[bytes] = []",
+        _CLASSES + "test_links_and_pooled_connections_live_through_a_long_idle_time",
+    ),
+    "ended-is-delivered": Mutation(
+        "pd_serve/transport/ucx/sessions.py",
+        "Flushed(completion.token, completion.ok, completion.detail)",
+        "Flushed(completion.token, True, completion.detail)",
+        _UCX + "test_idle.py::test_the_first_transfer_to_a_target_that_died_while_idle_fails_at_once",
+    ),
     "links-are-tried-once": Mutation(
         "router/pool.py",
         "await asyncio.sleep(MAX_BACKOFF_S if address.refusal else backoff_s)",
@@ -163,6 +175,36 @@ MUTATIONS: dict[str, Mutation] = {
         "            self._watch.discard(pidfd)",
         "            pass",
         _UCX + "test_pool.py::test_fifty_joins_and_departures_leave_descriptors_and_memory_flat",
+    ),
+    "keys-kept-after-departure": Mutation(
+        "pd_serve/transport/ucx/one_sided.py",
+        "self._pool.key.close()",
+        "pass",
+        _UCX + "test_pool.py::test_fifty_joins_and_departures_leave_descriptors_and_memory_flat",
+    ),
+    "keys-of-the-dead-kept": Mutation(
+        "pd_serve/transport/ucx/one_sided.py",
+        "self._pool.key.close()",
+        "pass",
+        _UCX + "test_identity.py::test_a_peer_restarted_on_the_same_host_is_joined_anew",
+    ),
+    "first-failure-frees": Mutation(
+        "pd_serve/kv/lease.py",
+        "lease.writing.discard(contributor)",
+        "lease.writing.clear()",
+        "tests/unit/kv/test_lease_contributors.py::test_any_order_of_endings_returns_every_block_once_and_with_the_last_holder",
+    ),
+    "one-rank-speaks-for-all": Mutation(
+        "workers/decode/quarantine.py",
+        "        if not lease.writing:\n            self._release(lease.lease_id)\n        return True",
+        "        self._release(lease.lease_id)\n        return True",
+        _WORKERS + "test_decode_contributors.py::test_after_a_cancel_each_rank_is_waited_for",
+    ),
+    "first-part-is-enough": Mutation(
+        "pd_serve/kv/lease.py",
+        "return not lease.missing",
+        "return True",
+        _WORKERS + "test_decode_contributors.py::test_decode_starts_with_the_last_part_whichever_that_is",
     ),
     "any-bandwidth": Mutation(
         "pd_serve/transport/ucx/joining.py",
