@@ -50,3 +50,21 @@ def test_a_rows_kernel_depends_on_its_phase_alone(num_decode: int, num_prefill: 
 
 def test_one_row_is_never_alone() -> None:
     assert Linear(_moody, ())(torch.ones(1, 8), 1).eq(2).all()
+
+
+def test_few_counts_of_rows_reach_the_kernels_that_are_kept_per_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is half a megabyte of compiled code per weight: over all counts a rank grew by gigabytes."""
+    seen: set[int] = set()
+
+    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        seen.add(x.shape[0])
+        return x @ weight.T
+
+    monkeypatch.setattr(linear, "_pack", lambda weight: weight)
+    monkeypatch.setattr(linear, "_linear_packed", counted)
+    weight = torch.eye(4)
+    layer = LinearFactory().make(weight)
+    for num_rows in range(1, 513):
+        x = torch.randn(num_rows, 4)
+        assert torch.equal(layer(x, 0), x)
+    assert len(seen) <= 64
