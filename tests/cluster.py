@@ -6,13 +6,14 @@ import json
 import os
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import httpx
 import psutil
 
 from pd_serve.child_process import die_with_parent
+from pd_serve.config import SecurityConfig
+from pd_serve.tls import client_tls
 
 START_TIMEOUT_S = 120.0
 CLEAN_TIMEOUT_S = 5.0
@@ -61,7 +64,12 @@ class Cluster:
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
+        return f"{'https' if self.settings.get('security.tls_cert') else 'http'}://127.0.0.1:{self.port}"
+
+    @cached_property
+    def tls(self) -> ssl.SSLContext:
+        """For clients. Made once: reading the system's authorities takes a while."""
+        return client_tls(SecurityConfig(tls_ca=self.settings.get("security.tls_ca", "")))
 
     @property
     def secret_header(self) -> dict[str, str]:
@@ -104,7 +112,7 @@ class Cluster:
         if self.process.poll() is not None:
             raise AssertionError(f"pd-serve up exited with {self.process.returncode}\n{self.log}")
         try:
-            if httpx.get(f"{self.url}/ready", timeout=2).status_code != 200:
+            if httpx.get(f"{self.url}/ready", timeout=2, verify=self.tls).status_code != 200:
                 return False
             workers = self.workers()
         except httpx.HTTPError:
@@ -121,7 +129,7 @@ class Cluster:
         return workers
 
     def status(self) -> dict[str, Any]:
-        reply = httpx.get(f"{self.url}/internal/v1/status", headers=self.secret_header, timeout=5)
+        reply = httpx.get(f"{self.url}/internal/v1/status", headers=self.secret_header, timeout=5, verify=self.tls)
         reply.raise_for_status()
         status: dict[str, Any] = reply.json()
         return status
@@ -139,7 +147,7 @@ class Cluster:
     def metric(self, address: str, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry the given labels, read from a process's /metrics."""
         total = 0.0
-        for line in httpx.get(f"{address}/metrics", timeout=5).text.splitlines():
+        for line in httpx.get(f"{address}/metrics", timeout=5, verify=self.tls).text.splitlines():
             head, _, value = line.rpartition(" ")
             sample, _, label_text = head.partition("{")
             if sample == name and all(f'{key}="{wanted}"' in label_text for key, wanted in labels.items()):

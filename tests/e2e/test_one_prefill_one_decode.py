@@ -54,6 +54,7 @@ def test_every_kv_byte_is_pushed_one_sided_into_reserved_blocks(cluster: Cluster
     prefill, decode = cluster.worker("prefill"), cluster.worker("decode")
     lane = next(peer for peer in prefill["peers"] if peer["peer"].startswith(decode["id"]))
     assert lane["one_sided"], lane
+    cluster.assert_clean()
     before = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
     prompt = list(range(1000, 1123))
     _complete(cluster, prompt, 4)

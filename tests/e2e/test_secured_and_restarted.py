@@ -124,7 +124,7 @@ def test_a_router_that_was_killed_has_its_workers_back_within_a_heartbeat(cluste
     wait_until(lambda: is_up(cluster, "health"), 20, "the router listens again")
     listening_at = time.monotonic()
     wait_until(lambda: is_up(cluster, "ready") and len(cluster.workers()) == 2, 20, "its workers are back")
-    assert time.monotonic() - listening_at < HEARTBEAT_S + 1.0
+    assert time.monotonic() - listening_at < HEARTBEAT_S + 2.0
     assert router_pid(cluster) != pid
     assert answer(cluster) == expected
     assert identities(cluster) == before
@@ -144,7 +144,7 @@ def test_a_worker_that_was_killed_comes_back_as_another_and_serves(cluster: Clus
 
 def is_up(cluster: Cluster, path: str) -> bool:
     try:
-        return httpx.get(f"{cluster.url}/{path}", timeout=2).status_code == 200
+        return httpx.get(f"{cluster.url}/{path}", timeout=5).status_code == 200
     except httpx.HTTPError:
         return False
 
