@@ -92,17 +92,20 @@ class Limits:
         """Raises ContextLengthError or InvalidRequestError."""
         if not token_ids:
             raise InvalidRequestError(f"'{param}' is empty: there is nothing to continue", param)
-        if self.allowed_prompt_tokens and len(token_ids) > self.allowed_prompt_tokens:
-            raise ContextLengthError(
-                f"This server takes prompts of at most {self.allowed_prompt_tokens} tokens, but this one has {len(token_ids)}", param
-            )
+        self.check_length(len(token_ids), param)
         if max(token_ids) >= self.vocab_size:
             raise InvalidRequestError(f"'{param}' holds a token id that is not below the vocabulary size of {self.vocab_size}", param)
-        if self.max_context_tokens and len(token_ids) >= min(self.max_context_tokens, self.max_prompt_tokens):
-            longest = min(self.max_context_tokens, self.max_prompt_tokens)
+
+    def check_length(self, num_tokens: int, param: str) -> None:
+        """Of a prompt, whatever the answer. Raises ContextLengthError."""
+        if self.allowed_prompt_tokens and num_tokens > self.allowed_prompt_tokens:
             raise ContextLengthError(
-                f"This model's maximum context length is {longest} tokens, but the prompt has {len(token_ids)}: no room is left",
-                param,
+                f"This server takes prompts of at most {self.allowed_prompt_tokens} tokens, but this one has {num_tokens}", param
+            )
+        longest = min(self.max_context_tokens, self.max_prompt_tokens)
+        if self.max_context_tokens and num_tokens >= longest:
+            raise ContextLengthError(
+                f"This model's maximum context length is {longest} tokens, but the prompt has {num_tokens}: no room is left", param
             )
 
     def output_budget(self, num_prompt_tokens: int, wanted: int | None) -> int:

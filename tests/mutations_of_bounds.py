@@ -96,6 +96,18 @@ BOUNDS: dict[str, Mutation] = {
     "stops-of-any-length": _count("any(len(stop) > limits.max_stop_string_length for stop in request.stop)"),
     "any-number-of-biases": _count("len(request.logit_bias) > limits.max_logit_bias"),
     "any-number-of-messages": _count("isinstance(request, ChatCompletionRequest) and len(request.messages) > limits.max_messages"),
+    "millions-of-ids-parsed": Mutation(
+        "router/api/glance.py",
+        'limits.check_length(num_ids, "prompt")',
+        "pass",
+        _ROUTER + "test_glance.py::test_millions_of_parts_are_refused_in_no_time",
+    ),
+    "every-wrong-part-told": Mutation(
+        "pd_serve/protocol/openai.py",
+        "TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True)]",
+        "TokenIds = tuple[TokenId, ...]",
+        _ROUTER + "test_glance.py::test_of_many_wrong_parts_the_first_is_told",
+    ),
     "text-of-any-length": Mutation(
         "router/admission.py",
         "if self.max_prompt_chars and num_chars > self.max_prompt_chars:",

@@ -155,7 +155,7 @@ class Message(RequestModel):
 
 
 class ChatCompletionRequest(GenerationRequest):
-    messages: tuple[Message, ...] = Field(min_length=1)
+    messages: Annotated[tuple[Message, ...], Field(fail_fast=True)] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS_CHAT)
@@ -179,7 +179,9 @@ class ChatCompletionRequest(GenerationRequest):
         return (self.top_logprobs or 0) if self.logprobs else -1
 
 
-Prompt = str | tuple[TokenId, ...] | tuple[str, ...] | tuple[tuple[TokenId, ...], ...]
+TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True)]
+"""The first wrong one is told: an error for each of millions would take minutes to put together."""
+Prompt = str | TokenIds | Annotated[tuple[str, ...], Field(fail_fast=True)] | Annotated[tuple[TokenIds, ...], Field(fail_fast=True)]
 
 
 class CompletionRequest(GenerationRequest):

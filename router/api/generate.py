@@ -16,6 +16,7 @@ from pd_serve.errors import InvalidRequestError, NotFoundError
 from pd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
 from pd_serve.protocol.sampling import SamplingParams
 from router.admission import Limits, read_body
+from router.api.glance import check_sizes
 from router.exchange import AnswerPlan, ExchangeResponse, PreparedPrompt
 from router.services import Services, services_of
 from router.tokenizer import TextCodec
@@ -41,7 +42,9 @@ class GenerationEndpoint(Generic[R]):
         services.admission.enter(request.headers.get("authorization"))
         has_begun = False
         try:
-            parsed = self._parse(await read_body(request, services.config.router.max_body_bytes))
+            body = await read_body(request, services.config.router.max_body_bytes)
+            check_sizes(body, services.limits(), services.config.router)
+            parsed = self._parse(body)
             if parsed.model != services.model_name:
                 raise NotFoundError(f"The model `{parsed.model}` does not exist; this server has `{services.model_name}`", "model")
             check_counts(parsed, services.config.router)

@@ -1,0 +1,85 @@
+"""Large bodies: what could never be taken is refused before it is parsed, what could is left to the parser."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from pd_serve.config import RouterConfig
+from pd_serve.errors import ContextLengthError, InvalidRequestError, RequestError
+from pd_serve.protocol.openai import parse_chat, parse_completion
+from router.admission import Limits
+from router.api.glance import LONG_BODY, check_sizes
+
+LIMITS = Limits(30_000, 30_000, 50_000)
+MESSAGE = {"role": "user", "content": "role"}
+QUOTES = ['"' * 500, "\\" * 500, "a, b" * 300] * 80
+
+
+def body(**fields: object) -> bytes:
+    data = json.dumps({"model": "m", **fields}).encode()
+    assert len(data) > LONG_BODY
+    return data
+
+
+TOO_MUCH = {
+    "ids": ("prompt", {"prompt": [5] * 5_000_000}),
+    "bad ids": ("prompt", {"prompt": [-5] * 3_000_000}),
+    "mixed": ("prompt", {"prompt": [5, "x"] * 1_000_000}),
+    "ids of one prompt": ("prompt", {"prompt": [[5] * 30_000, [5]]}),
+    "prompts of ids": ("prompt", {"prompt": [[1]] * 1_000_000}),
+    "prompts": ("prompt", {"prompt": ["x"] * 2_000_000}),
+    "messages": ("messages", {"messages": [MESSAGE] * 200_000}),
+    "biases": ("logit_bias", {"prompt": "x", "logit_bias": {str(number): 0 for number in range(500_000)}}),
+}
+
+
+@pytest.mark.parametrize(("param", "fields"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
+def test_millions_of_parts_are_refused_in_no_time(param: str, fields: dict[str, object]) -> None:
+    data = body(**fields)
+    began = time.process_time()
+    with pytest.raises(RequestError) as refused:
+        check_sizes(data, LIMITS, RouterConfig())
+    assert time.process_time() - began < 0.5
+    assert (refused.value.param, refused.value.http_status) == (param, 400)
+    assert isinstance(refused.value, ContextLengthError | InvalidRequestError)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"prompt": [5] * 29_999},
+        {"prompt": [[5] * 29_999] * 3},
+        {"prompt": QUOTES},
+        {"prompt": "[1,2" * 30_000},
+        {"prompt": ["[" * 300] * 256},
+        {"messages": [MESSAGE] * 2048},
+        {"messages": [{"role": "user", "content": '"role"' * 20_000}]},
+        {"prompt": "x" * LONG_BODY, "logit_bias": {str(number): 0 for number in range(1024)}},
+    ],
+    ids=lambda fields: "-".join(fields),
+)
+def test_what_may_be_taken_passes(fields: dict[str, object]) -> None:
+    data = body(**fields)
+    check_sizes(data, LIMITS, RouterConfig())
+    (parse_chat if "messages" in fields else parse_completion)(data)
+
+
+@pytest.mark.parametrize("data", [b"[" * 100_000, b"\xff" * 100_000, b'{"prompt": ' + b"[" * 100_000, b'{"messages": 5}' + b" " * 70_000])
+def test_nonsense_is_left_to_the_parser(data: bytes) -> None:
+    check_sizes(data, LIMITS, RouterConfig())
+    with pytest.raises(InvalidRequestError):
+        parse_completion(data)
+
+
+@pytest.mark.parametrize(
+    "prompt", [[5] * 9 + [-5] * 1_000_000, [5] * 9 + ["x"] * 1_000_000, ["x"] * 9 + [5] * 1_000_000, [[0.5]] * 300_000]
+)
+def test_of_many_wrong_parts_the_first_is_told(prompt: list[object]) -> None:
+    data = body(prompt=prompt)
+    began = time.process_time()
+    with pytest.raises(InvalidRequestError, match="prompt"):
+        parse_completion(data)
+    assert time.process_time() - began < 2.0
