@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import msgspec
 from hypothesis import strategies as st
 
@@ -20,6 +22,14 @@ def mutated(payloads: list[bytes]) -> st.SearchStrategy[bytes]:
         st.sampled_from(payloads).flatmap(_damaged_bytes),
         st.sampled_from(payloads).flatmap(_replaced_parts),
     )
+
+
+def each_replaced(payload: bytes) -> Iterator[bytes]:
+    """Every part replaced by every hostile value, one at a time."""
+    tree = msgspec.msgpack.decode(payload)
+    for path in _paths(tree):
+        for value in HOSTILE_VALUES:
+            yield msgspec.msgpack.encode(_set(tree, path, value))
 
 
 def _damaged_bytes(payload: bytes) -> st.SearchStrategy[bytes]:

@@ -26,7 +26,19 @@ BOUNDS: dict[str, Mutation] = {
         "workers/decode/machine.py",
         "if frame.attempt_id in self._attempts or self._scheduler.get(frame.attempt_id) is not None:",
         "if False:",
-        _WORKERS + "test_hostile_frames.py::test_frames_of_a_hostile_router_break_nothing_and_leave_nothing",
+        _WORKERS + "test_hostile_frames.py::test_no_part_of_a_frame_can_be_anything",
+    ),
+    "more-output-than-tokens": Mutation(
+        "workers/decode/machine.py",
+        "if not 0 <= frame.num_output_tokens < num_tokens or not 0 <",
+        "if not 0 <",
+        _WORKERS + "test_hostile_frames.py::test_no_part_of_a_frame_can_be_anything",
+    ),
+    "any-timeout": Mutation(
+        "workers/decode/machine.py",
+        "or not 0 < frame.timeout_s <= _LONGEST_TIMEOUT_S:",
+        "or frame.timeout_s == 0:",
+        _WORKERS + "test_hostile_frames.py::test_no_part_of_a_frame_can_be_anything",
     ),
     "bad-frames-skipped-by-fronts": Mutation(
         "workers/front_app.py",

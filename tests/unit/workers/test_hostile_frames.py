@@ -13,7 +13,7 @@ from pd_serve.errors import ProtocolError
 from pd_serve.protocol.link import Cancel, Failed, FailureReason, Open, Peers, Ping, Refused, Reserved, Role, Step, router_codec
 from pd_serve.protocol.notify import Abandon, Completed, NoticeUnion, Quiesced, notice_codec
 from pd_serve.transport.base import PeerJoined
-from tests.hostile import mutated
+from tests.hostile import each_replaced, mutated
 from tests.machine_fakes import DECODE, LINK, PREFILL, Worker, completed, frames, open_frame, peer_info, prefill_frame, prompt
 from workers.decode.machine import DecodeMachine
 from workers.events import (
@@ -99,6 +99,17 @@ class Harness(Worker):
 @given(st.lists(mutated(FRAMES), min_size=1, max_size=4))
 def test_frames_of_a_hostile_router_break_nothing_and_leave_nothing(payloads: list[bytes]) -> None:
     play(payloads)
+
+
+@pytest.mark.parametrize("frame", FRAMES, ids=lambda payload: type(_router.decode(payload)).__name__)
+def test_no_part_of_a_frame_can_be_anything(frame: bytes) -> None:
+    """Each on its own; then come attempts that may be the same ones."""
+    for payload in each_replaced(frame):
+        try:
+            play([payload, *FRAMES[1:3]])
+        except Exception as error:
+            error.add_note(f"after {msgspec.msgpack.decode(payload)}")
+            raise
 
 
 def play(payloads: list[bytes]) -> None:
