@@ -19,7 +19,7 @@ help:
 	@echo "make test        the tests that need no GPU"
 	@echo "make test-long   also the slow ones"
 	@echo "make sim         the simulator over 100,000 seeds (fewer: ARGS='--seeds 1000'; replay: ARGS='--seed K')"
-	@echo "make soak        a real cluster under load, cancels, kills and freezes for 3 minutes (more: ARGS='--minutes 60 --seed 7')"
+	@echo "make soak        a real cluster under load, cancels, kills, freezes and drains for 3 minutes (more: ARGS='--minutes 60 --seed 7')"
 	@echo "make lint        ruff and mypy"
 	@echo "make bench       the speed report, into bench-results/"
 	@echo "make clean       remove $(VENV) and what the tools left behind"

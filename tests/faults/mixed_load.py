@@ -55,6 +55,10 @@ class RefusedError(AssertionError):
     """A request that could be served was not."""
 
 
+class BrokenOffError(RefusedError):
+    """The connection broke, or was not to be had: no answer, and no word from the router why."""
+
+
 @dataclass(frozen=True)
 class Question:
     body: Body
@@ -62,10 +66,12 @@ class Question:
 
 
 async def ask(client: httpx.AsyncClient, body: Body) -> Heard:
-    """Raises RefusedError for anything but a full answer."""
+    """Raises RefusedError for anything but a full answer, BrokenOffError where the connection is at fault."""
     began = time.monotonic()
     try:
         return await (_ask_streamed if body.get("stream") else _ask_whole)(client, body, began)
+    except (httpx.NetworkError, httpx.RemoteProtocolError) as error:
+        raise BrokenOffError(f"{error!r} for {body}") from error
     except (httpx.HTTPError, ValueError) as error:
         raise RefusedError(f"{error!r} for {body}") from error
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from pd_serve.child_process import die_with_parent
 from tests.cluster import START_TIMEOUT_S, Cluster, free_port, wait_until
-from tests.faults.chaos import is_whole
+from tests.faults.whole import is_whole
 
 STOP_TIMEOUT_S = 45.0
 
@@ -27,6 +27,8 @@ class SeparateCluster(Cluster):
 
     processes: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     ports: dict[str, int] = field(default_factory=dict)
+    env: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By name: variables of that process alone, at every start."""
 
     @property
     def worker_names(self) -> list[str]:
@@ -54,7 +56,7 @@ class SeparateCluster(Cluster):
                 command,
                 stdout=log,
                 stderr=log,
-                env=dict(os.environ, OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE"),
+                env={**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **self.env.get(name, {})},
                 start_new_session=True,
                 preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGTERM),
             )
@@ -64,6 +66,11 @@ class SeparateCluster(Cluster):
 
     def named(self, name: str) -> dict[str, Any]:
         return next(worker for worker in self.workers() if worker["id"] == name)
+
+    def ended(self) -> dict[str, int]:
+        """Exit codes of the processes that do not run, by name."""
+        codes = {name: process.poll() for name, process in self.processes.items()}
+        return {name: code for name, code in codes.items() if code is not None}
 
     def wait_exit(self, name: str, timeout_s: float = STOP_TIMEOUT_S) -> tuple[int, float]:
         """(exit code, seconds waited)"""

@@ -1,9 +1,10 @@
-"""Everything at once, for as long as one likes: mixed load, clients that leave, kills, frozen processes, every KV byte verified.
+"""Everything at once, for as long as one likes: clients that leave, kills, freezes, drains, a slow link, every KV byte verified.
 
 python -m tests.faults.soak --minutes 60 --seed 7      a 2P2D cluster of its own; a progress bar, then a table and a line of JSON
 
 Undisturbed answers are collected first; every answer is compared with them. At the end every table is empty, and all questions are asked
-once more. Any request that fails, any answer that differs, and anything that stays held is a failure.
+once more. Any request that fails, any answer that differs, and anything that stays held is a failure. Requests that were open at a router
+when it was killed are the exception: their clients see the connection break, ask again, and are counted.
 """
 
 from __future__ import annotations
@@ -21,23 +22,28 @@ from pathlib import Path
 from random import Random
 
 import httpx
+import msgspec
 import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from tests.cluster import Cluster, running, wait_until
-from tests.faults.chaos import Fault, draw_faults, is_whole, strike
-from tests.faults.mixed_load import REQUEST_TIMEOUT_S, Body, Question, ask, check, prepare
+from pd_serve.transport.fault_plan import FAULT_PLAN_VARIABLE, FaultPlan
+from tests.cluster import wait_until
+from tests.faults.chaos import ROUTER, Chaos, Fault, draw_faults
+from tests.faults.mixed_load import REQUEST_TIMEOUT_S, Body, BrokenOffError, Question, ask, check, prepare
+from tests.faults.separate import SeparateCluster, running_separately
 from tests.unit.engine.model_folders import write_config
 
 SETTINGS = {
     "kv.num_blocks": "400",
     "kv.headroom_tokens": "32",
+    "transport.name": "faulty",
     "transport.verify": "true",
     "transport.hard_fence_after_s": "2",
     "worker.quarantine_retry_s": "0.5",
     "worker.heartbeat_s": "0.5",
+    "worker.drain_deadline_s": "3",
     "router.worker_timeout_s": "2",
 }
 MODEL = {
@@ -50,8 +56,13 @@ MODEL = {
     "max_position_embeddings": 4096,
 }
 """Random weights: small, so that a minute holds many requests."""
+SLOW_WORKER = "prefill-1"
+SLOW_LINKS = FaultPlan(inner="ucx", bandwidth=20e6, delay_s=(0.0, 0.02))
+"""Of that worker to both others: its longest prompts take a quarter of a second to move."""
+PLAIN_LINKS = FaultPlan(inner="ucx")
 CLEAN_WITHIN_S = 5.0
 MAX_FAILURES = 10
+MOVE_REASONS = ("peer_lost", "transfer_failed", "timeout", "preempted", "engine_error", "refused", "draining")
 COUNTERS = ("hard_fences", "stale_records", "refused_writes", "malformed_notices", "preemptions")
 
 
@@ -61,6 +72,8 @@ class Report:
     seconds: float = 0.0
     answers: int = 0
     cancels: int = 0
+    broken_off: int = 0
+    """Requests whose router was killed, and which were asked again."""
     failures: list[str] = field(default_factory=list)
     faults: dict[str, int] = field(default_factory=dict)
     recovery_s: dict[str, float] = field(default_factory=dict)
@@ -68,23 +81,27 @@ class Report:
     moves: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     """Of the workers that lived to the end."""
+    router_clean_s: float = 0.0
+    """From the death of a router until no worker held anything for it: the longest."""
     clean_s: float = 0.0
     """From the last request until every table was empty."""
     asked_again: int = 0
     router_fds: tuple[int, int] = (0, 0)
-    """Before and after."""
+    """Before and after; where the first one was killed, of the last."""
     router_mib: tuple[int, int] = (0, 0)
 
 
 class Soak:
     """One run on a whole cluster. `tell` hears of each fault, with the answers so far."""
 
-    def __init__(self, cluster: Cluster, seed: int, tell: Callable[[Report, Fault], None] = lambda report, fault: None) -> None:
+    def __init__(self, cluster: SeparateCluster, seed: int, tell: Callable[[Report, Fault], None] = lambda report, fault: None) -> None:
         self._cluster = cluster
         self._rng = Random(seed)
         self._tell = tell
         self._is_over = False
         self._recoveries: list[tuple[str, float]] = []
+        self.chaos = Chaos(cluster)
+        self._moves: Counter[str] = Counter()
         self.report = Report(seed)
 
     async def run(self, seconds: float, num_clients: int = 10) -> Report:
@@ -94,8 +111,7 @@ class Soak:
         async with httpx.AsyncClient(base_url=cluster.url, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
             questions = await prepare(client, report.seed, 20)
             questions += [Question(body, (await ask(client, body)).answer) for body in self._long_bodies(12)]
-            router = _router_of(cluster)
-            before = _footprint(router)
+            before = _footprint(cluster)
             began_at = time.monotonic()
             asking = [asyncio.create_task(self._keep_asking(client, questions, Random(self._rng.random()))) for _ in range(num_clients)]
             await self._keep_striking(began_at + seconds)
@@ -106,13 +122,13 @@ class Soak:
             await asyncio.to_thread(wait_until, lambda: cluster.num_held() == 0, CLEAN_WITHIN_S, "every table is empty", 0.02)
             report.clean_s = time.monotonic() - ended_at
             for question in questions:
-                await self._one(client, question)
+                await self.answer_one(client, question)
                 report.asked_again += 1
-            after = _footprint(router)
+            after = _footprint(cluster)
         report.router_fds, report.router_mib = (before[0], after[0]), (before[1], after[1])
         report.faults = dict(Counter(kind for kind, _ in self._recoveries))
         report.recovery_s = {kind: round(max(s for other, s in self._recoveries if other == kind), 2) for kind in report.faults}
-        self._read_metrics()
+        await asyncio.to_thread(self._read_metrics)
         return report
 
     async def _keep_striking(self, until: float) -> None:
@@ -121,24 +137,47 @@ class Soak:
             fault = next(faults)
             self._tell(self.report, fault)
             await asyncio.sleep(fault.after_s)
-            self._recoveries.append((fault.kind, await strike(self._cluster, fault)))
+            if fault.kind == "kill router":
+                await asyncio.to_thread(self._count_moves)
+            self._recoveries.append((fault.kind, await self.chaos.strike(fault)))
 
     async def _keep_asking(self, client: httpx.AsyncClient, questions: list[Question], rng: Random) -> None:
         while not self._is_over:
             patience_s = rng.expovariate(2.0) if rng.random() < 0.15 else None
             try:
                 async with asyncio.timeout(patience_s):
-                    await self._one(client, rng.choice(questions))
+                    await self.answer_one(client, rng.choice(questions))
             except TimeoutError:
                 self.report.cancels += 1
             else:
                 self.report.answers += 1
 
-    async def _one(self, client: httpx.AsyncClient, question: Question) -> None:
-        try:
-            check(question, await ask(client, question.body))
-        except AssertionError as error:
-            self.report.failures.append(f"{time.strftime('%H:%M:%S')} {error}"[:2000])
+    async def answer_one(self, client: httpx.AsyncClient, question: Question) -> None:
+        """Until it is answered; a connection that breaks is an answer that failed, unless its router was killed."""
+        chaos = self.chaos
+        while True:
+            was_up, num_deaths = chaos.router_is_up.is_set(), chaos.num_router_deaths
+            try:
+                check(question, await ask(client, question.body))
+            except BrokenOffError as error:
+                if was_up and num_deaths == chaos.num_router_deaths:
+                    self._failed(error)
+                    return
+                self.report.broken_off += 1
+                await chaos.router_is_up.wait()
+            except AssertionError as error:
+                self._failed(error)
+                return
+            else:
+                return
+
+    def _failed(self, error: AssertionError) -> None:
+        self.report.failures.append(f"{time.strftime('%H:%M:%S')} {error}"[:2000])
+
+    def _count_moves(self) -> None:
+        """Of a router that is about to end; a new one counts from nothing."""
+        for reason in MOVE_REASONS:
+            self._moves[reason] += int(self._cluster.metric(self._cluster.url, "pd_serve_moves_total", reason=reason))
 
     def _long_bodies(self, count: int) -> list[Body]:
         """Prompts of many chunks: something to be in the middle of."""
@@ -151,9 +190,9 @@ class Soak:
 
     def _read_metrics(self) -> None:
         cluster, report = self._cluster, self.report
-        reasons = ("peer_lost", "transfer_failed", "timeout", "preempted", "engine_error", "refused", "draining")
-        moves = {reason: int(cluster.metric(cluster.url, "pd_serve_moves_total", reason=reason)) for reason in reasons}
-        report.moves = {reason: count for reason, count in moves.items() if count}
+        self._count_moves()
+        report.moves = dict(+self._moves)
+        report.router_clean_s = max(self.chaos.router_clean_s, default=0.0)
         addresses = [worker["address"] for worker in cluster.workers()]
         report.counters = {name: sum(int(cluster.metric(address, f"pd_serve_{name}_total")) for address in addresses) for name in COUNTERS}
 
@@ -163,8 +202,7 @@ def soak(log_dir: Path, seed: int, seconds: float, tell: Callable[[Report, Fault
     model = write_config(log_dir / "model", **MODEL)
     settings = SETTINGS | {"model.load_format": "random", "model.name": "demo"}
     try:
-        with running(log_dir, prefill=2, decode=2, model=str(model), restart=True, settings=settings) as cluster:
-            wait_until(lambda: is_whole(cluster), 30, "all have joined")
+        with running_separately(log_dir, prefill=2, decode=2, model=str(model), settings=settings, env=_links()) as cluster:
             report = asyncio.run(Soak(cluster, seed, tell).run(seconds))
             assert not report.failures, "\n".join([f"{len(report.failures)} failures", *report.failures[:5]])
     except AssertionError as error:
@@ -173,13 +211,16 @@ def soak(log_dir: Path, seed: int, seconds: float, tell: Callable[[Report, Fault
     return report
 
 
-def _router_of(cluster: Cluster) -> psutil.Process:
-    assert cluster.process is not None
-    return next(child for child in psutil.Process(cluster.process.pid).children() if "router" in child.cmdline())
+def _links() -> dict[str, dict[str, str]]:
+    """What each worker's transport does wrong, by its name."""
+    names = [f"{role}-{index}" for role in ("prefill", "decode") for index in range(2)]
+    plans = {name: SLOW_LINKS if name == SLOW_WORKER else PLAIN_LINKS for name in names}
+    return {name: {FAULT_PLAN_VARIABLE: msgspec.json.encode(plan).decode()} for name, plan in plans.items()}
 
 
-def _footprint(process: psutil.Process) -> tuple[int, int]:
-    """(open descriptors, resident MiB)"""
+def _footprint(cluster: SeparateCluster) -> tuple[int, int]:
+    """(open descriptors, resident MiB) of the router"""
+    process = psutil.Process(cluster.processes[ROUTER].pid)
     return process.num_fds(), process.memory_info().rss >> 20
 
 

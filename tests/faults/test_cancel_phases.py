@@ -95,7 +95,13 @@ def until_mid_prefill(cluster: Cluster) -> int:
     )
 
 
+def num_quarantined(cluster: Cluster) -> int:
+    return int(cluster.worker("decode")["blocks"]["quarantined"])
+
+
 def computed_tokens(cluster: Cluster) -> float:
+    """Of an idle worker: a busy one's counters are up to half a second old, one that becomes idle tells at once."""
+    cluster.assert_clean()
     return cluster.metric(cluster.worker("prefill")["address"], "pd_serve_computed_tokens_total", phase="prefill")
 
 
@@ -132,24 +138,24 @@ def test_a_client_that_leaves_mid_prefill_costs_no_more_than_a_chunk(cluster: Cl
     record_property("figures", {"chunk_s": chunk_s, "idle_short_s": idle_s, "short_s": short_s, "clean_s": clean_s, "computed": computed})
     # Two chunks may have begun since `left` was reported, and one runs when the cancel arrives.
     assert computed - len(SHORT_PROMPT) <= LENGTH - left + 3 * CHUNK
-    assert short_s < idle_s + 2 * chunk_s + 0.2
+    assert short_s < idle_s + 2 * chunk_s + 0.5
 
 
 def test_a_client_that_leaves_the_queue_was_never_computed(cluster: Cluster, record_property: Any) -> None:
+    before = computed_tokens(cluster)
     first = LeavingClient(cluster.url, fresh_prompt(), OUTPUT)
     until_mid_prefill(cluster)
-    before = computed_tokens(cluster)
     second = LeavingClient(cluster.url, fresh_prompt(), OUTPUT)
     wait_until(lambda: cluster.status()["queued_requests"] == 1, 5, "the second one waits", 0.01)
     second.leave()
     began_at = time.monotonic()
-    wait_until(lambda: cluster.status()["open_requests"] == 1, 1, "the second one is forgotten", 0.01)
+    wait_until(lambda: cluster.status()["open_requests"] == 1, CLEAN_WITHIN_S, "the second one is forgotten", 0.01)
     record_property("figures", {"forgotten_s": time.monotonic() - began_at})
     first.wait_for_tokens()
     assert cluster.status()["queued_requests"] == 0
     first.leave()
     seconds_until_clean(cluster)
-    assert computed_tokens(cluster) - before < LENGTH
+    assert computed_tokens(cluster) - before == LENGTH
 
 
 def test_a_client_that_leaves_between_hand_over_and_first_decode_step(cluster: Cluster, record_property: Any) -> None:
@@ -162,7 +168,7 @@ def test_a_client_that_leaves_between_hand_over_and_first_decode_step(cluster: C
         wait_until(lambda: cluster.worker("prefill")["running"] == 0, 4, "prefill has handed everything over", 0.02)
         assert cluster.worker("decode")["leases"] == 1
         client.leave()
-        wait_until(lambda: cluster.status()["open_requests"] == 0, 1, "the router has cancelled", 0.02)
+        wait_until(lambda: cluster.status()["open_requests"] == 0, CLEAN_WITHIN_S, "the router has cancelled", 0.02)
     finally:
         os.kill(decode_pid, signal.SIGCONT)
     record_property("figures", {"clean_s": seconds_until_clean(cluster)})
@@ -206,7 +212,7 @@ def test_a_stopped_writer_that_goes_on_lets_go_by_itself(cluster: Cluster, recor
     os.kill(writer["rank_pids"][0], signal.SIGSTOP)
     try:
         client.leave()
-        wait_until(lambda: cluster.worker("decode")["blocks"]["quarantined"] > 0, 1, "the blocks are in quarantine", 0.01)
+        wait_until(lambda: num_quarantined(cluster) > 0, HARD_FENCE_AFTER_S, "the blocks are in quarantine", 0.01)
         assert cluster.worker("decode")["running"] == 0
     finally:
         os.kill(writer["rank_pids"][0], signal.SIGCONT)
@@ -222,8 +228,8 @@ def test_blocks_of_a_silent_writer_come_back_by_the_hard_fence(cluster: Cluster,
     os.kill(writer["rank_pids"][0], signal.SIGSTOP)
     client.leave()
     left_at = time.monotonic()
-    wait_until(lambda: cluster.worker("decode")["blocks"]["quarantined"] == LENGTH // 16, 1, "the blocks are in quarantine", 0.01)
-    wait_until(lambda: cluster.worker("decode")["blocks"]["quarantined"] == 0, HARD_FENCE_AFTER_S + 2, "they come back", 0.01)
+    wait_until(lambda: num_quarantined(cluster) == LENGTH // 16, HARD_FENCE_AFTER_S, "the blocks are in quarantine", 0.01)
+    wait_until(lambda: num_quarantined(cluster) == 0, HARD_FENCE_AFTER_S + 5, "they come back", 0.01)
     quarantine_s = time.monotonic() - left_at
     assert quarantine_s >= HARD_FENCE_AFTER_S - 0.1, "given back while the writer could still write"
     assert not is_running(writer["rank_pids"][0])
@@ -265,9 +271,9 @@ def test_frozen_engines_read_unhealthy_and_are_used_again_when_they_go_on(cluste
         for rank in ranks:
             os.kill(rank, signal.SIGCONT)
     went_on_at = time.monotonic()
-    wait_until(lambda: {health(worker) for worker in workers} == {200}, 2, "they are healthy again", 0.05)
+    wait_until(lambda: {health(worker) for worker in workers} == {200}, 10, "they are healthy again", 0.05)
     healthy_s = time.monotonic() - went_on_at
-    wait_until(lambda: is_whole(cluster), 10, "they are used again")
+    wait_until(lambda: is_whole(cluster), 30, "they are used again")
     record_property("figures", {"noticed_s": noticed_s, "healthy_s": healthy_s, "used_s": time.monotonic() - went_on_at})
     assert [worker["incarnation"] for worker in cluster.workers()] == [worker["incarnation"] for worker in workers]
 
@@ -279,7 +285,7 @@ def own_memory(process: psutil.Process) -> int:
 
 
 def health(worker: dict[str, Any]) -> int:
-    return httpx.get(f"{worker['address']}/health", timeout=2).status_code
+    return httpx.get(f"{worker['address']}/health", timeout=5).status_code
 
 
 def is_running(pid: int) -> bool:

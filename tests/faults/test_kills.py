@@ -87,7 +87,7 @@ async def test_without_a_decode_worker_requests_wait_and_are_then_sent_away(pair
         lasted = asyncio.get_running_loop().time() - began
         assert sorted(reply.status_code for reply in replies) == [429] * 3 + [503] * MAX_QUEUED
         assert all(int(reply.headers["retry-after"]) >= 1 for reply in replies)
-        assert QUEUE_TIMEOUT_S <= lasted < QUEUE_TIMEOUT_S + 2.0
+        assert QUEUE_TIMEOUT_S <= lasted < QUEUE_TIMEOUT_S + 5.0
         await asyncio.to_thread(wait_until, pair._ready, 60, "decode is back")
         check(question, await ask_fully(client, question.body))
     pair.assert_clean(CLEAN_TIMEOUT_S)
