@@ -23,6 +23,10 @@ from pd_serve.transport.ucx.peer import Node, Peer, Phase
 from pd_serve.transport.ucx.writer import Completion, Writer
 
 HELLO_RETRY_S = 0.2
+SETTLE_S = 2.2
+"""How long a new connection to a process that was joined before must have lived to count. UCX may pair it with one that the other side gave
+up while this process stood still; such a one carries messages until a keepalive (two intervals at most) finds its other end gone.
+"""
 WARM_TOKEN = -1
 PROBE_TOKEN = -2
 """Flush tokens of the two passes of the probe: the first touches the memory, the second is timed."""
@@ -35,6 +39,8 @@ class Joining:
         self._node = node
         self._departures = departures
         self._metadata_codec = MetadataCodec(node.settings.secret)
+        self._met: set[PeerId] = set()
+        """Joined before."""
 
     def add(self, peer_id: PeerId, encoded: bytes) -> None:
         """Begin to join. What is wrong at once is told as PeerRefused, too."""
@@ -142,13 +148,12 @@ class Joining:
                 self.refuse(peer, f"not joined within {waited:g} s at {peer.address}: {peer.failure}")
             elif peer.phase is Phase.JOINING and now >= peer.next_hello:
                 self._knock(peer)
+            else:
+                self._welcome(peer)
 
     def next_deadline(self) -> float | None:
-        times = [
-            min(peer.deadline, peer.next_hello) if peer.phase is Phase.JOINING else peer.deadline
-            for peer in self._node.peers.values()
-            if peer.phase is not Phase.JOINED
-        ]
+        now = self._node.clock.now()
+        times = [min(peer.deadline, _next_look(peer, now)) for peer in self._node.peers.values() if peer.phase is not Phase.JOINED]
         return min(times, default=None)
 
     def renew(self, peer: Peer, detail: str) -> None:
@@ -188,10 +193,15 @@ class Joining:
         if peer.endpoint is None or peer.endpoint.failure is not None:
             if peer.endpoint is not None:
                 peer.failure = f"connection: {peer.endpoint.failure}"
-            peer.connect()
+            self._connect(peer)
         self._node.send_join(peer, peer.handshake.hello)
         self._ping(peer)
         self._advance(peer)
+
+    def _connect(self, peer: Peer) -> None:
+        peer.connect()
+        if peer.id in self._met:
+            peer.settled_at = self._node.clock.now() + SETTLE_S
 
     def _ping(self, peer: Peer) -> None:
         if peer.handshake.answer is not None:
@@ -224,7 +234,7 @@ class Joining:
         if peer.endpoint is None or peer.endpoint.failure is not None:
             if peer.phase is not Phase.JOINING:
                 return
-            peer.connect()
+            self._connect(peer)
         node.send_join(peer, answer)
         if is_news and peer.phase is Phase.JOINING and peer.handshake.answer is None:
             node.send_join(peer, peer.handshake.hello)  # the earlier one came before this side was added there
@@ -291,10 +301,13 @@ class Joining:
         return peer.handshake.answer
 
     def _welcome(self, peer: Peer) -> None:
-        """Once both the probe and a ping have been answered."""
+        """Once both the probe and a ping have been answered, and the connection has settled."""
         if peer.phase is not Phase.PROBING or peer.bandwidth == 0.0 or peer.round_trip_s == 0.0:
             return
         node = self._node
+        if node.clock.now() < peer.settled_at:
+            return
+        self._met.add(peer.id)
         peer.phase = Phase.JOINED
         one_sided = isinstance(peer.writer, OneSidedWriter) or node.fences.can_write(peer.id)
         joined = PeerJoined(peer.id, peer.port.lane.label, one_sided, peer.bandwidth, peer.round_trip_s)
@@ -305,3 +318,9 @@ class Joining:
         logger.info(
             "peer %s joined over %s (%s): %.3g bytes/s, %.0f us", peer.id, peer.address, how, peer.bandwidth, peer.round_trip_s * 1e6
         )
+
+
+def _next_look(peer: Peer, now: float) -> float:
+    if peer.phase is Phase.JOINING:
+        return peer.next_hello
+    return peer.settled_at if peer.settled_at > now else peer.deadline

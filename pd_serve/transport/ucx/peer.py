@@ -63,6 +63,8 @@ class Peer:
     """Since when nothing of what is pending has moved."""
     probe_started: float = 0.0
     bandwidth: float = 0.0
+    settled_at: float = 0.0
+    """When a join may count, at the earliest: see joining.SETTLE_S."""
     bye: str | None = None
     """What to say on leaving, once all writes are out; None: nothing more to say."""
     closing: Request | None = None

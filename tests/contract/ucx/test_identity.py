@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import ctypes
 import os
+import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -318,3 +319,25 @@ def test_broken_metadata_is_refused(cluster: Cluster, broken: str) -> None:
     process = cluster.start("one")
     process.call("add", peer=["other", 1], metadata=base64.b64encode(broken.encode()).decode())
     assert "metadata" in process.wait("PeerRefused")["detail"]
+
+
+def test_a_peer_dropped_while_it_stood_still_joins_again_and_stays(cluster: Cluster) -> None:
+    """F20: as a router does with a worker that is frozen, twice. What is left of the old connection must not end the new one."""
+    steady, frozen = cluster.start("steady"), cluster.start("frozen")
+    cluster.join(steady, frozen)
+    frozen.signal(signal.SIGSTOP)
+    for seconds in (2.0, 1.6):
+        steady.call("remove", peer=frozen.peer)
+        time.sleep(0.05)
+        steady.add(frozen)
+        time.sleep(seconds)
+    frozen.signal(signal.SIGCONT)
+    frozen.wait("PeerLost")
+    time.sleep(0.5)
+    frozen.call("remove", peer=steady.peer)
+    frozen.add(steady)
+    for process in (frozen, steady):
+        process.wait("PeerJoined")
+    time.sleep(1.5)
+    for process in (frozen, steady):
+        assert not [event for event in process.call("events") if event[0] == "PeerLost"]
