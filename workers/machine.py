@@ -208,7 +208,7 @@ class WorkerMachine:
                 closed = SendFrame(link_id, Closed(attempt_id))
                 return [closed, *self.decode.cancel(link_id, attempt_id, now), *self.prefill.cancel(link_id, attempt_id, now)]
             case Peers(peers):
-                self.peers.set_named(link_id, peers)
+                self.peers.set_named(link_id, peers, now)
                 return []
             case Ping(nonce):
                 return [SendFrame(link_id, Pong(nonce))]

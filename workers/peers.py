@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
+from math import inf
 
 from pd_serve.ids import LinkId, PeerId
 from pd_serve.protocol.link import PeerInfo, PeerState
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from workers.events import Action, AddPeer, HardFence, RemovePeer
+
+_HEARTBEATS_OF_A_NEW_ROUTER = 5
+"""Intervals of registration after which a router that has just begun to speak has heard of every worker."""
 
 
 class _State(Enum):
@@ -44,8 +48,9 @@ class PeerTable:
         self._info = info
         self._rejoin_after_s = rejoin_after_s
         self._named: dict[LinkId, dict[PeerId, PeerInfo]] = {}
-        """Peers by the link whose router named them. The last router's word stands until another one speaks."""
-        self._closed_links: set[LinkId] = set()
+        """Peers by the link whose router named them. The last router's word stands until another one has had time to hear of everybody."""
+        self._closed_links: dict[LinkId, float] = {}
+        """When the word of a router that is gone ends; infinity until another one speaks."""
         self._entries: dict[PeerId, _Entry] = {}
 
     # ---- what is known
@@ -63,20 +68,20 @@ class PeerTable:
         )
 
     def next_deadline(self) -> float | None:
-        return min((entry.look_at for entry in self._entries.values() if entry.look_at is not None), default=None)
+        times = [entry.look_at for entry in self._entries.values() if entry.look_at is not None]
+        return min([*times, *(ends_at for ends_at in self._closed_links.values() if ends_at < inf)], default=None)
 
     # ---- what happens
 
-    def set_named(self, link_id: LinkId, peers: tuple[PeerInfo, ...]) -> None:
-        """A router says which workers there are."""
+    def set_named(self, link_id: LinkId, peers: tuple[PeerInfo, ...], now: float) -> None:
+        """A router says which workers there are. One that has just started does not know all of them yet."""
         for closed in self._closed_links:
-            self._named.pop(closed, None)
-        self._closed_links.clear()
+            self._closed_links[closed] = min(self._closed_links[closed], now + _HEARTBEATS_OF_A_NEW_ROUTER * self._rejoin_after_s)
         self._named[link_id] = {info.peer: info for info in peers if info.peer != self._info.peer}
 
     def link_closed(self, link_id: LinkId) -> None:
         if link_id in self._named:
-            self._closed_links.add(link_id)
+            self._closed_links[link_id] = inf
 
     def on_report(self, event: PeerJoined | PeerRefused | PeerLost | PeerFenced, now: float) -> None:
         entry = self._entries.get(event.peer)
@@ -95,6 +100,10 @@ class PeerTable:
     def reconcile(self, now: float, is_busy: Callable[[PeerId], bool]) -> list[Action]:
         """Remove, then add, what can be. `is_busy`: a lease or a push still depends on news of the peer."""
         actions: list[Action] = []
+        for link_id, ends_at in tuple(self._closed_links.items()):
+            if now >= ends_at:
+                del self._closed_links[link_id]
+                del self._named[link_id]
         wanted = self._wanted()
         for peer, entry in tuple(self._entries.items()):
             is_wanted = peer in wanted
@@ -130,11 +139,18 @@ class PeerTable:
     # ---- inside
 
     def _wanted(self) -> dict[PeerId, PeerInfo]:
-        return {peer: info for named in self._named.values() for peer, info in named.items()}
+        """Of a worker that was started anew since a router went, what the others say counts."""
+        wanted = {peer: info for link_id, named in self._named.items() if link_id not in self._closed_links for peer, info in named.items()}
+        known = {peer.worker_id for peer in wanted}
+        for link_id in self._closed_links:
+            wanted |= {peer: info for peer, info in self._named[link_id].items() if peer.worker_id not in known}
+        return wanted
 
     def is_wanted(self, peer: PeerId) -> bool:
         """A router names it."""
-        return any(peer in named for named in self._named.values())
+        if any(peer in named for link_id, named in self._named.items() if link_id not in self._closed_links):
+            return True
+        return bool(self._closed_links) and peer in self._wanted()
 
     def _has_other_incarnation(self, peer: PeerId) -> bool:
         return any(known.worker_id == peer.worker_id for known in self._entries)

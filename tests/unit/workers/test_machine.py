@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from pd_serve.ids import AttemptId
+from pd_serve.ids import AttemptId, LinkId, RouterId
 from pd_serve.protocol.link import Cancel, Load, PeerInfo, Peers, PeerStatus, Ping, Pong, Role
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from tests.machine_fakes import (
@@ -22,7 +22,22 @@ from tests.machine_fakes import (
     peer_info,
     prompt,
 )
-from workers.events import AddPeer, CloseWindow, HardFence, LinkClosed, RemovePeer, RoleSet, RunBatch, Tick, TransportReported, WindowClosed
+from workers.events import (
+    AddPeer,
+    CloseWindow,
+    FrameReceived,
+    HardFence,
+    LinkClosed,
+    LinkOpened,
+    RemovePeer,
+    RoleSet,
+    RunBatch,
+    Tick,
+    TransportReported,
+    WindowClosed,
+)
+
+OTHER_LINK = LinkId(2)
 
 
 @pytest.fixture
@@ -106,6 +121,32 @@ def test_peers_outlive_the_router_that_named_them_until_another_speaks(worker: W
     again = Worker(DECODE)
     again.join(PREFILL)
     assert only(RemovePeer, again.frame(Peers(()))).peer == PREFILL.peer
+
+
+def test_a_router_that_has_just_started_does_not_part_those_whom_it_has_yet_to_hear_of(worker: Worker) -> None:
+    """Workers register at it one after the other; dropped peers would have to join anew, and what runs between them would be lost."""
+    second = peer_info("prefill-2", Role.PREFILL)
+    worker.frame(Peers((PREFILL, second)))
+    worker.do(LinkClosed(LINK))
+    worker.do(LinkOpened(OTHER_LINK, RouterId("next")))
+    assert all_of(RemovePeer, worker.do(FrameReceived(OTHER_LINK, Peers((PREFILL,))))) == []
+    worker.now += 4.9
+    assert all_of(RemovePeer, worker.do(Tick())) == []
+    deadline = worker.machine.next_deadline()
+    assert deadline is not None
+    assert deadline <= worker.now + 0.2
+    worker.now += 0.2
+    assert only(RemovePeer, worker.do(Tick())).peer == second.peer, "nobody has named it since"
+
+
+def test_what_a_new_router_says_of_a_worker_started_anew_counts_at_once(worker: Worker) -> None:
+    worker.frame(Peers((PREFILL,)))
+    worker.do(LinkClosed(LINK))
+    worker.do(LinkOpened(OTHER_LINK, RouterId("next")))
+    successor = peer_info("prefill", Role.PREFILL, incarnation=2)
+    actions = worker.do(FrameReceived(OTHER_LINK, Peers((successor,))))
+    assert only(RemovePeer, actions).peer == PREFILL.peer
+    assert only(AddPeer, actions).peer == successor.peer
 
 
 def test_a_change_of_peers_is_told_to_the_router(worker: Worker) -> None:
