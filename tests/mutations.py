@@ -29,6 +29,12 @@ _LOOP = _WORKERS + "test_control_loop.py::"
 _UCX = "tests/contract/ucx/"
 
 MUTATIONS: dict[str, Mutation] = {
+    "messages-over-shared-memory": Mutation(
+        "pd_serve/transport/ucx/ports.py",
+        'self._voice_of_shm = self._ports.get(Lane.TCP) or Port(binding, Lane.TCP, LOOPBACK, "cpu")',
+        "self._voice_of_shm = self._ports[Lane.SHM]",
+        _UCX + "test_death.py::test_nothing_depends_on_the_queue_that_all_senders_over_shared_memory_share",
+    ),
     "one-token-too-many": Mutation(
         "workers/prefill/machine.py",
         "start = max(start, job.target.num_cached_tokens)",

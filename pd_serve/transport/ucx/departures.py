@@ -29,8 +29,7 @@ class Departures:
         """The peer is known no more from here on. `detail` goes into a Bye if the peer can still be reached; None says nothing."""
         node = self._node
         node.peers.pop(peer.id, None)
-        endpoint = peer.endpoint
-        can_speak = endpoint is not None and endpoint.failure is None and peer.handshake.outgoing_token is not None
+        can_speak = peer.is_connected and peer.handshake.outgoing_token is not None
         if not can_speak or detail is None:
             self._end(peer)
             return
@@ -71,7 +70,7 @@ class Departures:
             return
         message = node.join_codec.encode(Refusal(node.settings.self_id, hello.nonce, detail))
         try:
-            endpoint = node.ports[Lane(hello.lane)].worker.connect(hello.reply_address)
+            endpoint = node.ports.voice(Lane(hello.lane)).worker.connect(hello.reply_address)
         except TransportError:
             return
         endpoint.send(Channel.JOIN, message)
@@ -85,13 +84,13 @@ class Departures:
         self._strangers.clear()
 
     def _advance(self, peer: Peer) -> bool:
-        endpoint = peer.endpoint
-        if endpoint is None or endpoint.failure is not None:
+        data_endpoint = peer.data_endpoint
+        if data_endpoint is None or not peer.is_connected:
             self._end(peer)
             return True
         if peer.bye is not None:
             if isinstance(peer.writer, OneSidedWriter):
-                peer.closing = peer.closing or endpoint.flush()
+                peer.closing = peer.closing or data_endpoint.flush()
                 if peer.closing.poll() == IN_PROGRESS:
                     return False
             self._node.send_session(peer, Bye(peer.bye))

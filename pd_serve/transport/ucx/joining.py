@@ -67,7 +67,7 @@ class Joining:
         if is_local and not node.fences.watch(peer_id, metadata.process):
             self._refuse_unknown(peer_id, f"its process (pid {metadata.process.pid}) has ended")
             return
-        port = node.ports[lane]
+        port, voice = node.ports[lane], node.ports.voice(lane)
         hello = Hello(
             sender=node.settings.self_id,
             receiver=peer_id,
@@ -77,10 +77,10 @@ class Joining:
             pool_nbytes=node.pool.region.nbytes,
             lane=lane.value,
             process=node.process,
-            reply_address=port.address,
+            reply_address=voice.address,
         )
         handshake = Handshake(node.join_codec, hello, node.pool.pool_offer(lane), node.pool.scratch_offer(lane))
-        peer = Peer(peer_id, metadata, port, handshake, is_local, node.clock.now() + node.settings.join_timeout_s)
+        peer = Peer(peer_id, metadata, port, voice, handshake, is_local, node.clock.now() + node.settings.join_timeout_s)
         node.peers[peer_id] = peer
         self._knock(peer)
 
@@ -190,9 +190,9 @@ class Joining:
     def _knock(self, peer: Peer) -> None:
         now = self._node.clock.now()
         peer.next_hello = now + HELLO_RETRY_S
-        if peer.endpoint is None or peer.endpoint.failure is not None:
-            if peer.endpoint is not None:
-                peer.failure = f"connection: {peer.endpoint.failure}"
+        if not peer.is_connected:
+            if peer.connection_failure is not None:
+                peer.failure = f"connection: {peer.connection_failure}"
             self._connect(peer)
         self._node.send_join(peer, peer.handshake.hello)
         self._ping(peer)
@@ -231,7 +231,7 @@ class Joining:
         if answer.pool.key:
             node.fences.expose(peer.id)
         node.open_sessions(peer)
-        if peer.endpoint is None or peer.endpoint.failure is not None:
+        if not peer.is_connected:
             if peer.phase is not Phase.JOINING:
                 return
             self._connect(peer)
@@ -254,7 +254,7 @@ class Joining:
     def _advance(self, peer: Peer) -> None:
         if not peer.handshake.is_complete or peer.phase is not Phase.JOINING:
             return
-        if peer.endpoint is None or peer.endpoint.failure is not None:
+        if not peer.is_connected:
             return  # renewed with the next hello
         try:
             peer.writer = self._make_writer(peer)
@@ -274,8 +274,8 @@ class Joining:
     def _make_writer(self, peer: Peer) -> Writer:
         node = self._node
         answer = self._answer(peer)
-        endpoint = peer.endpoint
-        if endpoint is None or endpoint.failure is not None:
+        endpoint, data_endpoint = peer.endpoint, peer.data_endpoint
+        if endpoint is None or data_endpoint is None or not peer.is_connected:
             raise TransportError("the connection has failed")
         if not answer.pool.key:
             if node.binding.messaging == "tag" and not node.pool.copier.can_gather:
@@ -290,10 +290,10 @@ class Joining:
             return CheckedWriter(endpoint, token, peer.num_endpoints, source, send)
         scratch_address, scratch_memory = node.pool.scratch_on(peer.port.lane)
         pool = Side(
-            node.pool.region.address, node.pool.memory_on(peer.port.lane), answer.pool.address, endpoint.unpack_key(answer.pool.key)
+            node.pool.region.address, node.pool.memory_on(peer.port.lane), answer.pool.address, data_endpoint.unpack_key(answer.pool.key)
         )
-        scratch = Side(scratch_address, scratch_memory, answer.scratch.address, endpoint.unpack_key(answer.scratch.key))
-        return OneSidedWriter(endpoint, pool, scratch, lambda: node.fences.is_alive(peer.id))
+        scratch = Side(scratch_address, scratch_memory, answer.scratch.address, data_endpoint.unpack_key(answer.scratch.key))
+        return OneSidedWriter(data_endpoint, pool, scratch, lambda: node.fences.is_alive(peer.id))
 
     @staticmethod
     def _answer(peer: Peer) -> Answer:

@@ -23,7 +23,7 @@ from pd_serve.ids import Epoch, LeaseId, PeerId
 from pd_serve.transport.ucx.process import ProcessIdentity
 from pd_serve.wire import Codec
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 """Bumped by every change to this file or to the meaning of what it carries."""
 NONCE_NBYTES = 16
 DIGEST_NBYTES = 32
@@ -57,7 +57,7 @@ class Hello(Message, frozen=True, tag="hello"):
     lane: str
     process: ProcessIdentity
     reply_address: bytes
-    """The sender's worker address on that lane, for an answer by someone who has not been told of the sender."""
+    """The sender's worker address for messages on that lane, for an answer by someone who has not been told of the sender."""
 
 
 class MemoryOffer(msgspec.Struct, frozen=True, array_like=True):

@@ -34,6 +34,12 @@ class UcxMetadata(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     host_id: str
     process: ProcessIdentity
     lanes: tuple[LaneAddress, ...]
+    shm_voice: bytes = b""
+    """Worker address for messages of peers that write over shared memory."""
+
+    def voice_on(self, lane: Lane) -> bytes:
+        """Where messages go to when bytes go over the lane. Raises ProtocolError when the peer does not offer it."""
+        return self.shm_voice if lane is Lane.SHM else self.address_on(lane)
 
     def address_on(self, lane: Lane) -> bytes:
         """Raises ProtocolError when the peer does not offer the lane."""
@@ -57,7 +63,6 @@ class MetadataCodec:
     def decode(self, data: bytes) -> UcxMetadata:
         """Raises ProtocolError."""
         digest, payload = data[:DIGEST_NBYTES], data[DIGEST_NBYTES:]
-        metadata = self._codec.decode(payload)
         if not hmac.compare_digest(digest, keyed_digest(self._secret, b"metadata", payload)):
             raise IncompatibleError("its digest is wrong: is the cluster secret the same on both?")
-        return metadata
+        return self._codec.decode(payload)

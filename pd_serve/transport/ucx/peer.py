@@ -40,12 +40,18 @@ class Peer:
     id: PeerId
     metadata: UcxMetadata
     port: Port
+    """Of the lane that bytes go over."""
+    voice: Port
+    """What messages go over: the same, but for shared memory."""
     handshake: Handshake
     is_local: bool
     deadline: float
     """Of the join, then of the departure."""
     phase: Phase = Phase.JOINING
     endpoint: Endpoint | None = None
+    """For messages."""
+    data_endpoint: Endpoint | None = None
+    """For puts; the same unless the lane is shared memory."""
     num_endpoints: int = 0
     failure: str = "no answer to the hello"
     """The latest thing that stands in the way of the join."""
@@ -61,6 +67,8 @@ class Peer:
     """Written to since the last flush."""
     waiting_since: float | None = None
     """Since when nothing of what is pending has moved."""
+    failed_at: float | None = None
+    """When its connection was first seen broken while its process still lived."""
     probe_started: float = 0.0
     bandwidth: float = 0.0
     settled_at: float = 0.0
@@ -74,22 +82,34 @@ class Peer:
         """For people."""
         return f"{self.metadata.host} over {self.port.lane.label}"
 
+    @property
+    def is_connected(self) -> bool:
+        return self.endpoint is not None and self.connection_failure is None
+
+    @property
+    def connection_failure(self) -> str | None:
+        """Of either endpoint; None without one, too."""
+        failures = [endpoint.failure for endpoint in (self.endpoint, self.data_endpoint) if endpoint is not None]
+        return next((failure for failure in failures if failure is not None), None)
+
     def connect(self) -> None:
-        """Make a new endpoint in place of one that failed or never was."""
+        """Make new endpoints in place of those that failed or never were."""
         self._drop_sends()
-        if self.endpoint is not None:
-            self.endpoint.close()
-            self.endpoint = None
+        self._close_endpoints()
         try:
             self.num_endpoints += 1
-            self.endpoint = self.port.worker.connect(self.metadata.address_on(self.port.lane))
+            lane = self.port.lane
+            voice = self.voice.worker.connect(self.metadata.voice_on(lane))
+            self.endpoint = voice
+            self.data_endpoint = voice if self.voice is self.port else self.port.worker.connect(self.metadata.address_on(lane))
         except TransportError as error:
+            self._close_endpoints()
             self.failure = str(error)
 
     def send(self, channel: Channel, data: bytes) -> None:
         """Silently nothing when the peer cannot be reached or has stopped reading."""
         self.reap()
-        if self.endpoint is None or self.endpoint.failure is not None or len(self.sends) >= MAX_UNSENT_CONTROL:
+        if self.endpoint is None or not self.is_connected or len(self.sends) >= MAX_UNSENT_CONTROL:
             return
         request = self.endpoint.send(channel, data)
         if request.poll() == IN_PROGRESS:
@@ -113,10 +133,16 @@ class Peer:
         self._drop_sends()
         if self.closing is not None:
             self.closing.release()
-        if self.endpoint is not None:
-            self.endpoint.close()
-            self.endpoint = None
+        self._close_endpoints()
         self.writer = None
+
+    def _close_endpoints(self) -> None:
+        endpoint, data_endpoint = self.endpoint, self.data_endpoint
+        self.endpoint = self.data_endpoint = None
+        if endpoint is not None:
+            endpoint.close()
+        if data_endpoint is not None and data_endpoint is not endpoint:
+            data_endpoint.close()
 
     def _drop_sends(self) -> None:
         for request in self.sends:

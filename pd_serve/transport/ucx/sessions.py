@@ -20,6 +20,8 @@ from pd_serve.transport.ucx.peer import Node, Peer, Phase
 SILENCE_LIMIT_S = 60.0
 """A joined peer that lets writes or a flush pend this long without any movement is taken for lost (it may join again)."""
 MAX_HELD_NOTICES = 256
+DEATH_S = 0.1
+"""How long a local process may take from closing its connections to its end."""
 
 logger = logging.getLogger(__name__)
 
@@ -97,12 +99,14 @@ class Sessions:
 
     def care(self, peer: Peer, now: float) -> bool:
         """Advance what is pending for one peer; notice that it has failed. True when something moved."""
-        endpoint = peer.endpoint
-        if peer.phase is not Phase.JOINING and endpoint is not None and endpoint.failure is not None:
+        failure = peer.connection_failure
+        if peer.phase is not Phase.JOINING and failure is not None:
             if peer.phase is Phase.JOINED:
-                self.lose(peer, f"connection: {endpoint.failure}", can_speak=False)
+                if peer.is_local and self._is_dying(peer, now):
+                    return False
+                self.lose(peer, f"connection: {failure}", can_speak=False)
             else:
-                self._joining.renew(peer, f"connection: {endpoint.failure}")
+                self._joining.renew(peer, f"connection: {failure}")
             return True
         replies = peer.inbound.replies()
         for reply in replies:
@@ -123,6 +127,17 @@ class Sessions:
             self.lose(peer, f"nothing moved for {SILENCE_LIMIT_S:g} s", can_speak=True)
             return True
         return moved
+
+    def next_deadline(self) -> float | None:
+        """When a broken connection is told at the latest."""
+        times = [peer.failed_at + DEATH_S for peer in self._node.peers.values() if peer.failed_at is not None]
+        return min(times, default=None)
+
+    def _is_dying(self, peer: Peer, now: float) -> bool:
+        """A process that ends closes its sockets first. Told of its end, the owner knows at once that it can write no more."""
+        if peer.failed_at is None:
+            peer.failed_at = now
+        return self._node.fences.is_alive(peer.id) and now < peer.failed_at + DEATH_S
 
     def pump(self, peer: Peer) -> bool:
         writer = peer.writer

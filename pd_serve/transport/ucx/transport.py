@@ -36,6 +36,7 @@ from pd_serve.transport.ucx.bindings import open_binding
 from pd_serve.transport.ucx.departures import Departures
 from pd_serve.transport.ucx.inbox import Inbox
 from pd_serve.transport.ucx.joining import Joining
+from pd_serve.transport.ucx.lanes import Lane
 from pd_serve.transport.ucx.messages import WIRE_VERSION, JoinCodec, Record, session_codec
 from pd_serve.transport.ucx.metadata import LaneAddress, MetadataCodec, UcxMetadata
 from pd_serve.transport.ucx.peer import Node, Phase
@@ -103,7 +104,8 @@ class UcxTransport:
             host=self._settings.host,
             host_id=self._settings.host_id,
             process=node.process,
-            lanes=tuple(LaneAddress(port.lane, port.address) for port in node.ports),
+            lanes=tuple(LaneAddress(lane, node.ports[lane].address) for lane in node.ports.lanes),
+            shm_voice=node.ports.voice(Lane.SHM).address if Lane.SHM in node.ports.lanes else b"",
         )
         return MetadataCodec(self._settings.secret).encode(metadata)
 
@@ -231,7 +233,7 @@ class UcxTransport:
 
     def next_deadline(self) -> float | None:
         waiting = [peer.waiting_since + SILENCE_LIMIT_S for peer in self._node.peers.values() if peer.waiting_since is not None]
-        times = (self._joining.next_deadline(), self._departures.next_deadline(), self._poll_at, *waiting)
+        times = (self._joining.next_deadline(), self._sessions.next_deadline(), self._departures.next_deadline(), self._poll_at, *waiting)
         return min((time for time in times if time is not None), default=None)
 
     # ---- telling

@@ -22,9 +22,26 @@ import numpy as np
 from pd_serve.ids import Epoch, Incarnation, LeaseId, PeerId, WorkerId
 from pd_serve.transport.base import Flushed, TransportEvent, TransportSettings, WriteBatch, WriteWindow
 from pd_serve.transport.ucx import libucp
+from pd_serve.transport.ucx.lanes import Lane
 from pd_serve.transport.ucx.transport import UcxTransport
 
 Json = object
+
+
+class Deaf:
+    """A UCX worker that makes no progress."""
+
+    def __init__(self, worker: object) -> None:
+        self._worker = worker
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._worker, name)
+
+    def progress(self) -> bool:
+        return False
+
+    def arm(self) -> bool:
+        return True
 
 
 def peer_of(value: list[object]) -> PeerId:
@@ -126,6 +143,12 @@ class Agent:
 
     def do_count(self, value: int) -> Json:
         return int(np.count_nonzero(self.memory == value))
+
+    def do_deafen(self) -> None:
+        """Never look at the queue of messages over shared memory again: as if a sender had been killed while it filled the next place."""
+        ports = self.up._node.ports
+        for lane in [lane for lane in ports.lanes if lane is Lane.SHM]:
+            ports[lane].worker = Deaf(ports[lane].worker)  # type: ignore[assignment]
 
     def do_tensor(self) -> Json:
         """The pool as a tensor shares its memory: what torch writes is what peers see and the reverse."""

@@ -61,6 +61,43 @@ def test_the_check_catches_puts_over_tcp() -> None:
         cluster.end()
 
 
+def test_nothing_depends_on_the_queue_that_all_senders_over_shared_memory_share(cluster: Cluster) -> None:
+    """A sender that is killed between taking a place in it and filling that place ends it for everybody."""
+    writer, target = cluster.pair()
+    target.call("deafen")
+    writer.write(target, ALL)
+    assert writer.flush(target)["ok"]
+    other = cluster.start("other")
+    cluster.join(other, target)
+    for process in (writer, other):
+        process.call("notify", peer=target.peer, text="here")
+        process.call("run", seconds=0.05)
+        assert target.wait("NoticeReceived", 3.0)["peer"] == process.peer
+
+
+@pytest.mark.parametrize("num_rounds", [5, pytest.param(60, marks=pytest.mark.slow)])
+def test_senders_that_are_killed_while_they_send_make_nobody_deaf(cluster: Cluster, num_rounds: int) -> None:
+    """Over a queue that all share, 10 to 20 rounds were enough."""
+    target, bystander = cluster.start("target"), cluster.start("bystander")
+    cluster.join(bystander, target)
+    for round_number in range(num_rounds):
+        sender = cluster.start(f"sender-{round_number}")
+        cluster.join(sender, target)
+        sender.call("stream", peer=target.peer, nbytes=64, lease=1)
+        for _ in range(50):
+            sender.send("notify", peer=target.peer, text="x" * 2000)
+        sender.send("run", seconds=3)
+        target.send("run", seconds=0.1 + round_number % 10 * 0.01)
+        time.sleep(round_number % 7 * 0.003)
+        sender.kill()
+        target.receive()
+        target.call("events")
+        bystander.call("notify", peer=target.peer, text="here")
+        bystander.call("run", seconds=0.02)
+        while target.wait("NoticeReceived", 3.0)["peer"] != bystander.peer:
+            continue
+
+
 def test_a_writer_whose_target_is_killed_hears_of_it_at_once(cluster: Cluster) -> None:
     writer, target = cluster.pair()
     writer.call("stream", peer=target.peer, nbytes=CHUNK, lease=1)

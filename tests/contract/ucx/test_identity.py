@@ -311,6 +311,7 @@ def test_metadata_holds_neither_secret_nor_key(cluster: Cluster) -> None:
         "host_id",
         "process",
         "lanes",
+        "shm_voice",
     }
 
 
