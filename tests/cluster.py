@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -23,15 +22,10 @@ import psutil
 from pd_serve.child_process import die_with_parent
 from pd_serve.config import SecurityConfig
 from pd_serve.tls import client_tls
+from tests.ports import free_port
 
 START_TIMEOUT_S = 120.0
 CLEAN_TIMEOUT_S = 5.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(condition: Any, timeout_s: float, what: str, interval_s: float = 0.05) -> Any:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from pd_serve.child_process import die_with_parent
-from tests.cluster import START_TIMEOUT_S, Cluster, free_port, wait_until
+from tests.cluster import START_TIMEOUT_S, Cluster, wait_until
 from tests.faults.whole import is_whole
+from tests.ports import free_port
 
 STOP_TIMEOUT_S = 45.0
 

@@ -24,14 +24,9 @@ from pd_serve.transport.ucx.metadata import LaneAddress, MetadataCodec, UcxMetad
 from pd_serve.transport.ucx.process import current_process
 from pd_serve.transport.ucx.seam import OK, Channel, Endpoint, Worker
 from tests.contract.ucx.processes import POOL_NBYTES, SECRET, Cluster, Process
+from tests.ports import free_port
 
 ROW = [(0, 0, 65536)]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def metadata_of(process: Process) -> UcxMetadata:

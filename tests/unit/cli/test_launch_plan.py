@@ -10,6 +10,7 @@ import pytest
 from pd_serve.cli.launch_plan import LaunchPlan, Machine, child_env, plan_launch
 from pd_serve.config_sources import Flag, Sources
 from pd_serve.errors import ConfigError
+from tests.ports import free_ports
 
 TWO_CORES = Machine(num_cores=2, gpus=())
 
@@ -49,9 +50,7 @@ def test_taken_port_is_an_error_that_names_it() -> None:
 
 
 def test_fixed_worker_port_counts_up_and_must_not_meet_another() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_ports(2)[0]
     made = plan("launch.prefill=2", "launch.decode=1", f"prefill.worker.port={port}")
     assert [worker.config.worker.port for worker in made.workers[:2]] == [port, port + 1]
     with pytest.raises(ConfigError, match="cannot listen"):

@@ -13,8 +13,9 @@ from pathlib import Path
 import httpx
 
 from pd_serve.protocol.link import Role
-from tests.fakes import loopback_listener, write_tokenizer
+from tests.fakes import write_tokenizer
 from tests.fakes_worker import MockWorker, Script, mock_worker, running
+from tests.ports import free_port
 from tests.unit.router.cluster import completion_body, events_of
 
 PROGRAM = """
@@ -29,8 +30,7 @@ sys.exit(serve_router(Config.model_validate_json(sys.argv[1])))
 async def router_process(
     tmp_path: Path, worker: MockWorker, drain_deadline_s: float = 10.0
 ) -> AsyncIterator[tuple[asyncio.subprocess.Process, httpx.AsyncClient]]:
-    with loopback_listener() as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     async with running(worker) as address:
         config = {
             "model": {"id": str(write_tokenizer(tmp_path / "model")), "name": "tiny"},
