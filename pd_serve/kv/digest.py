@@ -27,7 +27,7 @@ class HostKVDigest:
     def __call__(self, blocks: Sequence[int], start_token: int, end_token: int) -> bytes:
         layout = self._layout
         digest = hashlib.blake2b(digest_size=DIGEST_NBYTES)
-        block_size, token_nbytes, half = layout.block_size, layout.token_nbytes, layout.half_block_nbytes
+        block_size, token_nbytes, half = layout.block_size, layout.token_nbytes, layout.plane_nbytes
         for layer in range(layout.num_layers):
             for index in range(start_token // block_size, layout.num_blocks_for(end_token)):
                 first = max(start_token - index * block_size, 0) * token_nbytes
