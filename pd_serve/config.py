@@ -28,6 +28,10 @@ class ModelConfig(Section):
 
 class KVConfig(Section):
     block_size: int = Field(16, ge=1, le=256, description="Tokens per KV block")
+    dtype: Literal["auto", "fp8_e4m3"] = Field(
+        "auto", description="Type of KV in the pool; auto: as `model.dtype`; fp8: half of bf16's memory"
+    )
+    order: Literal["token_major", "head_major"] = Field("token_major", description="Order of a block's elements")
     num_blocks: int = Field(0, ge=0, description="Blocks in the pool; 0: from `memory_bytes`")
     memory_bytes: int = Field(512 * 1024 * 1024, ge=1024 * 1024, description="Bytes of the KV pool when num_blocks is 0 (CPU)")
     gpu_memory_fraction: float = Field(0.85, gt=0, lt=1, description="Share of free GPU memory for the pool when num_blocks is 0 (CUDA)")

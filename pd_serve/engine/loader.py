@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from pd_serve.clock import Clock
@@ -20,7 +21,7 @@ from pd_serve.engine.attention.base import AttentionGeometry
 from pd_serve.engine.attention.registry import attention_for
 from pd_serve.engine.checkpoint import Checkpoint
 from pd_serve.engine.dtypes import torch_dtype
-from pd_serve.engine.kv_cache import KVCache
+from pd_serve.engine.kv_cache import open_kv_cache
 from pd_serve.engine.model_info import ModelInfo, describe
 from pd_serve.engine.models.llama import LlamaModel
 from pd_serve.engine.models.rotary import RotaryTable
@@ -28,7 +29,7 @@ from pd_serve.engine.runner import ModelRunner
 from pd_serve.engine.sampler import Sampler
 from pd_serve.engine.weights import CheckpointWeights, RandomWeights, WeightSource
 from pd_serve.errors import ConfigError
-from pd_serve.kv.layout import KVDtype, KVLayout
+from pd_serve.kv.layout import KVDtype, KVLayout, KVOrder
 
 _RANDOM_SEED = 0
 """Of load_format `random`: every worker must draw the same weights."""
@@ -41,6 +42,8 @@ class EnginePlan:
     path: Path
     info: ModelInfo
     layout: KVLayout
+    dtype: torch.dtype
+    """Of weights and activations; KV is of the same or of a smaller one."""
     device: torch.device
     max_len: int
     """Longest prompt + output served, tokens."""
@@ -60,22 +63,18 @@ def plan_engine(path: Path, config: Config) -> EnginePlan:
         head_dim=info.head_dim,
         block_size=config.kv.block_size,
         num_blocks=1,
-        dtype=KVDtype(config.model.dtype),
+        dtype=KVDtype(config.model.dtype if config.kv.dtype == "auto" else config.kv.dtype),
+        order=KVOrder(config.kv.order),
     )
-    num_blocks = config.kv.num_blocks or _pool_budget_nbytes(config.kv, info, layout, device) // layout.pool_nbytes
+    dtype = torch_dtype(config.model.dtype)
+    num_blocks = config.kv.num_blocks or _pool_budget_nbytes(config.kv, info, dtype, device) // layout.pool_nbytes
     if num_blocks < 1:
         raise ConfigError(f"the KV pool has no room for a single block of {layout.pool_nbytes} bytes")
     return EnginePlan(
         path=path,
         info=info,
-        layout=KVLayout(
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            block_size=layout.block_size,
-            num_blocks=num_blocks,
-            dtype=layout.dtype,
-        ),
+        layout=msgspec.structs.replace(layout, num_blocks=num_blocks),
+        dtype=dtype,
         device=device,
         max_len=config.model.max_len or info.max_len,
         has_random_weights=is_random,
@@ -87,8 +86,8 @@ def load_runner(plan: EnginePlan, buffer: memoryview | None, clock: Clock) -> Mo
 
     Call on the engine thread. Raises ModelError, ConfigError.
     """
-    info, device, dtype = plan.info, plan.device, torch_dtype(plan.layout.dtype.value)
-    cache = KVCache(plan.layout, buffer, device)
+    info, device, dtype = plan.info, plan.device, plan.dtype
+    cache = open_kv_cache(plan.layout, buffer, device, dtype)
     weights: WeightSource
     if plan.has_random_weights:
         weights = RandomWeights(_RANDOM_SEED, dtype, device)
@@ -110,11 +109,11 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _pool_budget_nbytes(kv: KVConfig, info: ModelInfo, layout: KVLayout, device: torch.device) -> int:
+def _pool_budget_nbytes(kv: KVConfig, info: ModelInfo, dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cpu":
         return kv.memory_bytes
     free_nbytes, _ = torch.cuda.mem_get_info(device)
-    return math.floor(kv.gpu_memory_fraction * free_nbytes) - _num_parameters(info) * layout.dtype.nbytes
+    return math.floor(kv.gpu_memory_fraction * free_nbytes) - _num_parameters(info) * dtype.itemsize
 
 
 def _num_parameters(info: ModelInfo) -> int:

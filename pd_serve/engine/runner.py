@@ -14,7 +14,7 @@ import torch
 from pd_serve.clock import Clock
 from pd_serve.engine.attention.base import AttentionBackend, PlanT
 from pd_serve.engine.batch import Batch, SampledToken, StepResult
-from pd_serve.engine.kv_cache import KVCache
+from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.layer_events import LayerEvents
 from pd_serve.engine.models.llama import LlamaModel
 from pd_serve.engine.sampler import Sampler
@@ -28,7 +28,7 @@ class ModelRunner(Generic[PlanT]):
         self,
         model: LlamaModel[PlanT],
         attention: AttentionBackend[PlanT],
-        cache: KVCache,
+        cache: PagedCache,
         sampler: Sampler,
         device: torch.device,
         clock: Clock,

@@ -24,8 +24,8 @@ class StepInputs:
     """[num_rows] int64"""
     positions: Tensor
     """[num_rows] int64, absolute in each token's sequence"""
-    kv_rows: Tensor
-    """[2 * num_rows] int64: where each token's keys, then its values go: a row of the slab seen as [num_blocks * 2 * block_size, …]"""
+    slots: Tensor
+    """[num_rows] int64: where each token's KV goes: block * block_size + offset in it"""
     sampled_rows: Tensor
     """[num_sampled] int64: the last row of each entry that is sampled"""
     spans: tuple[QuerySpan, ...]
@@ -62,14 +62,13 @@ def build_step_inputs(entries: Sequence[BatchEntry], block_size: int, device: to
         num_decode_rows *= 2
         token_ids, positions, blocks = token_ids * 2, positions * 2, blocks * 2
     position = np.array(positions, dtype=np.int64)
-    key_rows = np.array(blocks, dtype=np.int64) * (2 * block_size) + position % block_size
-    kv_rows = np.stack((key_rows, key_rows + block_size), axis=1).reshape(-1)
+    slots = np.array(blocks, dtype=np.int64) * block_size + position % block_size
     return StepInputs(
         num_tokens=num_tokens,
         num_decode_rows=num_decode_rows,
         token_ids=torch.tensor(token_ids, dtype=torch.int64).to(device, non_blocking=True),
         positions=torch.from_numpy(position).to(device, non_blocking=True),
-        kv_rows=torch.from_numpy(kv_rows).to(device, non_blocking=True),
+        slots=torch.from_numpy(slots).to(device, non_blocking=True),
         sampled_rows=torch.tensor(sampled_rows, dtype=torch.int64).to(device, non_blocking=True),
         spans=tuple(spans),
         sampled_entries=tuple(sampled_entries),

@@ -59,7 +59,7 @@ def generate(runner: ModelRunner[Any], prompts: Sequence[Sequence[int]], num_tok
     """Greedy tokens and logits [num_tokens, vocab_size] of every prompt. Stale pool contents are made as harmful as can be first."""
     layout = runner.cache.layout
     for layer in range(layout.num_layers):
-        runner.cache.layer(layer).fill_(float("nan"))
+        runner.cache.layer(layer).slab.fill_(float("nan"))
     blocks = list(range(layout.num_blocks))
     if way.block_seed is not None:
         random.Random(way.block_seed).shuffle(blocks)
@@ -76,7 +76,7 @@ def generate(runner: ModelRunner[Any], prompts: Sequence[Sequence[int]], num_tok
         stepped = [run for run in running if run.num_computed >= run.num_prompt]
         stepped += [run for run in running if run.num_computed < run.num_prompt][:1]
         entries = [_entry(index, run, way.chunk) for index, run in enumerate(stepped)]
-        inputs = build_step_inputs(entries, layout.block_size, runner.cache.layer(0).device)
+        inputs = build_step_inputs(entries, layout.block_size, runner.cache.layer(0).slab.device)
         with torch.inference_mode():
             logits = runner.forward(inputs)
         for run, entry in zip(stepped, entries, strict=True):

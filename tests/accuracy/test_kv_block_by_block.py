@@ -97,7 +97,7 @@ class Rank:
 
     def block(self, layer: int, block: int, num_tokens: int) -> Tensor:
         """Bytes of its first tokens' keys and values."""
-        halves = self.runner.cache.layer(layer)[block, :, :num_tokens]
+        halves = self.runner.cache.layer(layer).slab[block, :, :num_tokens]
         return halves.contiguous().view(torch.uint8)
 
 
@@ -201,7 +201,7 @@ def test_every_block_of_every_layer_arrives_as_it_was_computed(ranks: tuple[Rank
     for prompt in prompts:
         used = len(prompt.token_ids) % BLOCK
         if used:
-            rest = decode.runner.cache.layer(0)[prompt.target[-1], :, used:].contiguous().view(torch.uint8)
+            rest = decode.runner.cache.layer(0).slab[prompt.target[-1], :, used:].contiguous().view(torch.uint8)
             assert bool((rest == UNTOUCHED).all()), "written beyond the prompt"
 
     # The same prompts, each whole and alone, computed where they decode.
@@ -211,5 +211,5 @@ def test_every_block_of_every_layer_arrives_as_it_was_computed(ranks: tuple[Rank
 
     # A checker never seen failing is not trusted.
     last = prompts[-1]
-    decode.runner.cache.layer(2)[last.target[3], 1, 5, 0, 0] += 1
+    decode.runner.cache.layer(2).slab[last.target[3], 1, 5, 0, 0] += 1
     assert different_blocks(prompts, prefill, decode, ("source", "target")) == [(last.number, 2, 3)]

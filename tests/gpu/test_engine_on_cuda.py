@@ -47,10 +47,10 @@ def test_a_layers_event_means_that_its_kv_is_written(demo_folder: Path) -> None:
     def copy(layer: int) -> None:
         events.wait(layer)
         with torch.cuda.stream(side):
-            copies[layer] = runner.cache.layer(layer)[:2].clone()
+            copies[layer] = runner.cache.layer(layer).slab[:2].clone()
 
     runner.execute(Batch(1, (entry,), has_push=True), copy)
     torch.cuda.synchronize()
     for layer, copied in copies.items():
-        assert torch.equal(copied, runner.cache.layer(layer)[:2])
+        assert torch.equal(copied, runner.cache.layer(layer).slab[:2])
     assert len(copies) == runner.cache.layout.num_layers

@@ -15,6 +15,7 @@ from typing import Protocol, TypeVar
 from torch import Tensor
 
 from pd_serve.engine.batch import Phase
+from pd_serve.engine.kv_cache import KVLayer
 
 PlanT = TypeVar("PlanT")
 
@@ -57,9 +58,9 @@ class AttentionBackend(Protocol[PlanT]):
         """Everything that is the same for all layers of a step. `spans` cover its rows in order: decode first, by growing context."""
         ...
 
-    def attend(self, queries: Tensor, slab: Tensor, plan: PlanT) -> Tensor:
-        """Causal attention of `queries` [num_tokens, num_heads, head_dim], rotated, over the sequences' blocks in `slab`
-        [num_blocks, 2, block_size, num_kv_heads, head_dim], which already hold the step's own keys and values.
+    def attend(self, queries: Tensor, layer: KVLayer, plan: PlanT) -> Tensor:
+        """Causal attention of `queries` [num_tokens, num_heads, head_dim], rotated, over the sequences' blocks in `layer`, which already
+        hold the step's own keys and values.
 
         Returns [num_tokens, num_heads * head_dim].
         """

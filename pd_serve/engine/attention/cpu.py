@@ -22,6 +22,7 @@ from torch import Tensor
 from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
 from pd_serve.engine.attention.gather import Gather, GatherBuffer
 from pd_serve.engine.batch import Phase
+from pd_serve.engine.kv_cache import KVLayer
 
 TILE = 64
 """Queries per prefill tile, and the step in which keys are padded."""
@@ -103,19 +104,18 @@ class CpuAttention:
             chunks=tuple(self._chunk(span) for span in prefill),
         )
 
-    def attend(self, queries: Tensor, slab: Tensor, plan: CpuPlan) -> Tensor:
-        half_blocks = slab.view(-1, self._buffer.half_block_width)
+    def attend(self, queries: Tensor, layer: KVLayer, plan: CpuPlan) -> Tensor:
         if not plan.chunks and len(plan.groups) == 1 and plan.decode_gather is not None:
-            plan.decode_gather.run(half_blocks)
+            plan.decode_gather.run(layer)
             return self._attend_group(queries, plan.groups[0]).reshape(plan.num_tokens, -1)
         out = torch.empty(plan.num_tokens, self._geometry.num_heads, self._geometry.head_dim, dtype=self._dtype)
         if plan.decode_gather is not None:
-            plan.decode_gather.run(half_blocks)
+            plan.decode_gather.run(layer)
             for group in plan.groups:
                 rows = slice(group.first_row, group.past_row)
                 out[rows] = self._attend_group(queries[rows], group).reshape(-1, *out.shape[1:])
         for chunk in plan.chunks:
-            chunk.gather.run(half_blocks)
+            chunk.gather.run(layer)
             out[chunk.first_row : chunk.past_row] = self._attend_chunk(queries[chunk.first_row : chunk.past_row], chunk)
         return out.view(plan.num_tokens, -1)
 

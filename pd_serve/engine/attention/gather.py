@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
+from pd_serve.engine.kv_cache import KVLayer
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +22,7 @@ class Gather:
     """One gather of a step, run once per layer."""
 
     sources: Tensor
-    """Half blocks to copy, as indices of the slab seen as [num_blocks * 2, half_block_width]."""
+    """Planes of blocks to copy (KVLayer.gather)."""
     target: Tensor
     """[num_half_blocks, half_block_width]"""
     target_rows: Tensor
@@ -29,8 +30,8 @@ class Gather:
     blank_rows: Tensor
     """Those of them that lie beyond their sequence."""
 
-    def run(self, half_blocks: Tensor) -> None:
-        torch.index_select(half_blocks, 0, self.sources, out=self.target)
+    def run(self, layer: KVLayer) -> None:
+        layer.gather(self.sources, self.target)
         if self.blank_rows.shape[0]:
             self.target_rows.index_fill_(0, self.blank_rows, 0.0)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
 from pd_serve.engine.batch import Phase
+from pd_serve.engine.kv_cache import KVLayer
 
 VarlenKernel = Callable[..., Any]
 """torch.nn.attention.varlen.varlen_attn, or the reference that tests put in its place."""
@@ -52,8 +53,8 @@ class VarlenAttention:
         phases = ([span for span in spans if span.phase is phase] for phase in (Phase.DECODE, Phase.PREFILL))
         return VarlenPlan(tuple(self._plan_call(members) for members in phases if members))
 
-    def attend(self, queries: Tensor, slab: Tensor, plan: VarlenPlan) -> Tensor:
-        keys, values = slab.unbind(1)
+    def attend(self, queries: Tensor, layer: KVLayer, plan: VarlenPlan) -> Tensor:
+        keys, values = layer.slab.unbind(1)
         parts = [
             self._kernel(
                 queries[call.first_row : call.past_row],

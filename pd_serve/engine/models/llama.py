@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pd_serve.engine.attention.base import AttentionBackend, PlanT
-from pd_serve.engine.kv_cache import KVCache
+from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.linear import Linear, LinearFactory
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.norm import RMSNorm
@@ -53,7 +53,7 @@ class LlamaModel(Generic[PlanT]):
         head = self._embedding if info.has_tied_embeddings else weights.get("lm_head.weight", (info.vocab_size, info.hidden_size))
         self._head = linears.make(head)
 
-    def forward(self, inputs: StepInputs, cache: KVCache, plan: PlanT, on_layer: LayerHook | None) -> Tensor:
+    def forward(self, inputs: StepInputs, cache: PagedCache, plan: PlanT, on_layer: LayerHook | None) -> Tensor:
         """Write the step's keys and values into `cache`; return logits of the sampled rows, [num_sampled, vocab_size], in row order."""
         info = self._info
         num_rows = inputs.token_ids.shape[0]
@@ -61,13 +61,14 @@ class LlamaModel(Generic[PlanT]):
         num_rotated = info.num_heads + info.num_kv_heads
         cosine, signed_sine = self._rotary.at(inputs.positions)
         hidden = F.embedding(inputs.token_ids, self._embedding)
+        rows = cache.rows(inputs.slots)
         for index, layer in enumerate(self._layers):
             heads = layer.qkv(layer.input_norm(hidden), num_decode).view(num_rows, -1, info.head_dim)
             rotated = heads[:, :num_rotated]
             if layer.query_key_norm is not None:
                 rotated.copy_(layer.query_key_norm(rotated))
             rotate_(rotated, cosine, signed_sine)
-            cache.write(index, inputs.kv_rows, heads[:, info.num_heads :])
+            cache.write(index, rows, heads[:, info.num_heads :])
             if on_layer is not None:
                 on_layer(index)
             attended = self._attention.attend(heads[: inputs.num_tokens, : info.num_heads], cache.layer(index), plan)

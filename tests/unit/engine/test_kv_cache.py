@@ -16,27 +16,26 @@ def test_writes_land_where_the_layout_says() -> None:
     cache = KVCache(LAYOUT, memoryview(memory), CPU)
     block, offset = 4, 2
     kv_heads = torch.arange(16, dtype=torch.bfloat16).view(1, 4, 4)
-    key_row = block * 6 + offset
-    cache.write(1, torch.tensor([key_row, key_row + 3]), kv_heads)
+    cache.write(1, cache.rows(torch.tensor([block * 3 + offset])), kv_heads)
     key_at = LAYOUT.block_offset(1, block) + offset * LAYOUT.token_nbytes
-    value_at = key_at + LAYOUT.half_block_nbytes
+    value_at = key_at + LAYOUT.plane_nbytes
     assert memory[key_at : key_at + LAYOUT.token_nbytes] == kv_heads[0, :2].contiguous().view(torch.uint8).numpy().tobytes()
     assert memory[value_at : value_at + LAYOUT.token_nbytes] == kv_heads[0, 2:].contiguous().view(torch.uint8).numpy().tobytes()
     assert sum(byte != 0 for byte in memory) == sum(byte != 0 for byte in kv_heads.view(torch.uint8).flatten().tolist())
-    assert torch.equal(cache.layer(1)[block, 0, offset], kv_heads[0, :2])
+    assert torch.equal(cache.layer(1).slab[block, 0, offset], kv_heads[0, :2])
 
 
 def test_bytes_that_another_process_writes_are_seen() -> None:
     memory = bytearray(LAYOUT.pool_nbytes)
     cache = KVCache(LAYOUT, memoryview(memory), CPU)
     memory[:2] = torch.tensor([1.5], dtype=torch.bfloat16).view(torch.uint8).numpy().tobytes()
-    assert float(cache.layer(0)[0, 0, 0, 0, 0]) == 1.5
+    assert float(cache.layer(0).slab[0, 0, 0, 0, 0]) == 1.5
 
 
 def test_own_memory_starts_as_zeros_and_has_an_address() -> None:
     cache = KVCache(LAYOUT, None, CPU)
-    assert cache.layer(1).eq(0).all()
-    assert cache.address == cache.layer(0).data_ptr()
+    assert cache.layer(1).slab.eq(0).all()
+    assert cache.address == cache.layer(0).slab.data_ptr()
 
 
 def test_a_buffer_that_does_not_fit_is_refused() -> None:

@@ -60,7 +60,7 @@ def test_on_layer_fires_in_order_when_the_layers_kv_is_written_and_later_ones_ar
     def on_layer(layer: int) -> None:
         seen.append(layer)
         for index in range(2):
-            written = torch.equal(runner.cache.layer(index)[:5], reference.cache.layer(index)[:5])
+            written = torch.equal(runner.cache.layer(index).slab[:5], reference.cache.layer(index).slab[:5])
             assert written == (index <= layer)
 
     runner.execute(Batch(0, (_entry(1, Phase.PREFILL, PROMPT, 0, 0),), has_push=True), on_layer)
@@ -78,13 +78,13 @@ def test_on_layer_is_not_called_without_a_push(tmp_path: Path) -> None:
 def test_a_step_without_samples_still_writes_its_kv(tmp_path: Path) -> None:
     runner = _runner(write_checkpoint(tmp_path))
     assert runner.execute(Batch(0, (_entry(1, Phase.PREFILL, PROMPT[:8], 0, 0, sampled=False),))).sampled == ()
-    assert runner.cache.layer(1)[:2].ne(0).all()
-    assert runner.cache.layer(1)[2:].eq(0).all()
+    assert runner.cache.layer(1).slab[:2].ne(0).all()
+    assert runner.cache.layer(1).slab[2:].eq(0).all()
 
 
 def test_logits_that_are_no_numbers_are_an_engine_error(tmp_path: Path) -> None:
     runner = _runner(write_checkpoint(tmp_path))
-    runner.cache.layer(0).fill_(float("inf"))
+    runner.cache.layer(0).slab.fill_(float("inf"))
     with pytest.raises(EngineError):
         runner.execute(Batch(0, (_entry(1, Phase.DECODE, (5,), 12, 0),)))
 

@@ -37,10 +37,9 @@ def test_rows_are_decode_by_growing_context_then_prefill_as_given() -> None:
     ]
 
 
-def test_keys_and_values_go_to_the_two_halves_of_their_block() -> None:
+def test_every_token_has_a_slot_in_its_block() -> None:
     inputs = build_step_inputs([_entry(Phase.PREFILL, (1, 2), 3, (6, 2))], 4, CPU)
-    # Block 6: keys in rows 48 .. 51, values in 52 .. 55; block 2: 16 .. 19 and 20 .. 23.
-    assert inputs.kv_rows.tolist() == [51, 55, 16, 20]
+    assert inputs.slots.tolist() == [27, 8]
 
 
 @pytest.mark.parametrize(("phase", "num_decode_rows"), [(Phase.DECODE, 2), (Phase.PREFILL, 0)])
@@ -50,7 +49,7 @@ def test_a_lone_token_is_computed_as_two_equal_rows(phase: Phase, num_decode_row
     assert inputs.num_decode_rows == num_decode_rows
     assert inputs.token_ids.tolist() == [5, 5]
     assert inputs.positions.tolist() == [3, 3]
-    assert inputs.kv_rows.tolist() == [3, 19, 3, 19]
+    assert inputs.slots.tolist() == [3, 3]
     assert inputs.sampled_rows.tolist() == [0]
 
 

@@ -9,6 +9,15 @@ from torch import Tensor
 
 from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
 from pd_serve.engine.batch import Phase
+from pd_serve.engine.kv_cache import PlainLayer
+from pd_serve.kv.layout import KVDtype, KVLayout
+
+
+def layer_of(slab: Tensor) -> PlainLayer:
+    """`slab` [num_blocks, num_planes, block_size, num_kv_heads, head_dim] as a layer of a pool."""
+    num_blocks, num_planes, block_size, num_heads, head_dim = slab.shape
+    layout = KVLayout(1, num_heads, head_dim, block_size, num_blocks, KVDtype.FLOAT32, num_planes)
+    return PlainLayer(layout, slab.view(num_blocks * num_planes, -1))
 
 
 def attend(queries: Tensor, slab: Tensor, spans: Sequence[QuerySpan], geometry: AttentionGeometry) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor
 from pd_serve.engine.attention.base import AttentionGeometry
 from pd_serve.engine.attention.cpu import CpuAttention
 from pd_serve.engine.batch import Phase
-from tests.unit.engine.attention.reference import attend, scattered_spans
+from tests.unit.engine.attention.reference import attend, layer_of, scattered_spans
 
 P, D = Phase.PREFILL, Phase.DECODE
 NUM_BLOCKS = 200
@@ -37,7 +37,7 @@ def test_equals_the_definition(name: str, num_heads: int, num_kv_heads: int, blo
     spans = scattered_spans(MIXES[name], block_size, NUM_BLOCKS)
     slab, queries = _slab_and_queries(geometry, sum(span.num_queries for span in spans))
     backend = CpuAttention(geometry, torch.float32)
-    out = backend.attend(queries, slab, backend.plan(spans))
+    out = backend.attend(queries, layer_of(slab), backend.plan(spans))
     torch.testing.assert_close(out.double(), attend(queries, slab, spans, geometry), rtol=1e-4, atol=1e-5)
 
 
@@ -46,13 +46,13 @@ def test_what_lies_beyond_a_sequence_has_no_influence() -> None:
     spans = scattered_spans([(D, 20, 1), (P, 30, 10)], 16, NUM_BLOCKS)
     slab, queries = _slab_and_queries(geometry, 11)
     backend = CpuAttention(geometry, torch.float32)
-    expected = backend.attend(queries, slab, backend.plan(spans))
+    expected = backend.attend(queries, layer_of(slab), backend.plan(spans))
     poisoned = torch.full_like(slab, float("nan"))
     for span in spans:
         for position in range(span.context_len):
             block, offset = span.block_table[position // 16], position % 16
             poisoned[block, :, offset] = slab[block, :, offset]
-    assert torch.equal(backend.attend(queries, poisoned, backend.plan(spans)), expected)
+    assert torch.equal(backend.attend(queries, layer_of(poisoned), backend.plan(spans)), expected)
 
 
 def test_a_small_step_after_a_large_one_reuses_the_buffer() -> None:
@@ -61,5 +61,5 @@ def test_a_small_step_after_a_large_one_reuses_the_buffer() -> None:
     for shapes in ([(P, 0, 200)], [(D, 5, 1)], [(P, 0, 10), (D, 250, 1)][::-1]):
         spans = scattered_spans(shapes, 16, NUM_BLOCKS)
         slab, queries = _slab_and_queries(geometry, sum(span.num_queries for span in spans))
-        out = backend.attend(queries, slab, backend.plan(spans))
+        out = backend.attend(queries, layer_of(slab), backend.plan(spans))
         torch.testing.assert_close(out.double(), attend(queries, slab, spans, geometry), rtol=1e-4, atol=1e-5)

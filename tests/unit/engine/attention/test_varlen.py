@@ -12,7 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
 from pd_serve.engine.attention.varlen import VarlenAttention
 from pd_serve.engine.batch import Phase
-from tests.unit.engine.attention.reference import attend, scattered_spans
+from tests.unit.engine.attention.reference import attend, layer_of, scattered_spans
 
 P, D = Phase.PREFILL, Phase.DECODE
 GEOMETRY = AttentionGeometry(4, 2, 8, 16, 256)
@@ -46,7 +46,7 @@ def test_calls_cover_every_row_of_each_phase(count: int) -> None:
     backend = VarlenAttention(GEOMETRY, torch.device("cpu"), _definition)
     plan = backend.plan(spans)
     assert len(plan.calls) == len({span.phase for span in spans})
-    torch.testing.assert_close(backend.attend(queries, slab, plan), attend(queries, slab, spans, GEOMETRY))
+    torch.testing.assert_close(backend.attend(queries, layer_of(slab), plan), attend(queries, slab, spans, GEOMETRY))
 
 
 def test_torchs_kernel_takes_these_shapes() -> None:
@@ -57,4 +57,4 @@ def test_torchs_kernel_takes_these_shapes() -> None:
     with FakeTensorMode(allow_non_fake_inputs=True):
         backend = VarlenAttention(GEOMETRY, torch.device("cpu"), varlen_attn)
         queries, slab = torch.empty(27, 4, 8, dtype=torch.bfloat16), torch.empty(40, 2, 16, 2, 8, dtype=torch.bfloat16)
-        assert backend.attend(queries, slab, backend.plan(spans)).shape == (27, 32)
+        assert backend.attend(queries, layer_of(slab), backend.plan(spans)).shape == (27, 32)
