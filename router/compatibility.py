@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from math import inf
 
-import msgspec
-
 from pd_serve.errors import IncompatibleError
 from pd_serve.ids import WorkerId
-from pd_serve.protocol.link import Step, Welcome
+from pd_serve.protocol.link import Step, Welcome, exchange_problem
 from pd_serve.wire import PROTOCOL_VERSION
 
 
@@ -33,8 +31,8 @@ def check_compatible(welcome: Welcome, text_vocab_size: int, reference: Welcome 
     _same("vocabulary size", welcome.vocab_size, reference.vocab_size, other)
     _same("end-of-sequence ids", welcome.eos_token_ids, reference.eos_token_ids, other)
     _same("transport", info.transport, reference.info.transport, other)
-    num_blocks = reference.info.layout.num_blocks
-    _same("KV layout", msgspec.structs.replace(info.layout, num_blocks=num_blocks), reference.info.layout, other)
+    if problem := exchange_problem(info, reference.info):
+        _same(*problem, other)
 
 
 def nonsense_in(frame: Step, vocab_size: int) -> str:

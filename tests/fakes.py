@@ -50,7 +50,7 @@ def peer_info(
         model_fingerprint=fingerprint,
         layout=layout or kv_layout(),
         transport="loopback",
-        transport_metadata=b"",
+        transport_metadata=(b"",),
     )
 
 

@@ -44,7 +44,7 @@ def peer_id(name: str, incarnation: int = 1) -> PeerId:
 
 
 def peer_info(name: str, role: Role = Role.DECODE, num_blocks: int = 8, incarnation: int = 1) -> PeerInfo:
-    return PeerInfo(peer_id(name, incarnation), role, 1, "model", layout(num_blocks), "fake", b"meta")
+    return PeerInfo(peer_id(name, incarnation), role, 1, "model", layout(num_blocks), "fake", (b"meta",))
 
 
 PREFILL = peer_info("prefill", Role.PREFILL)
@@ -60,7 +60,6 @@ class Worker:
         headroom_tokens: int = 4,
         prefill_chunk: int = 0,
         kv_digest: KVDigest | None = None,
-        num_contributors: int = 1,
     ) -> None:
         settings = MachineSettings(
             info=info,
@@ -74,7 +73,6 @@ class Worker:
             rejoin_after_s=1.0,
             load_interval_s=0.1,
             heartbeat_s=1000.0,
-            num_contributors=num_contributors,
             kv_digest=kv_digest,
         )
         scheduler = SchedulerSettings(64, 8, prefill_chunk, frozenset({EOS}), settings.max_model_len)

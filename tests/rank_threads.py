@@ -57,7 +57,7 @@ class Rank:
         return outputs
 
     def join(self, other: Rank) -> None:
-        self.thread.submit(AddPeer(other.peer, other.ready.metadata))
+        self.thread.submit(AddPeer(other.peer, (other.ready.metadata,)))
 
 
 class Pair:

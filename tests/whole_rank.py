@@ -75,7 +75,7 @@ def start_rank(
     runner = FakeRunner(layout, ready.region.buffer, gate)
     engine.start()
     engine.serve(runner, LayerHook(transport.submit))
-    info = PeerInfo(peer, Role.BOTH, 1, "fake", layout, "loopback", ready.metadata)
+    info = PeerInfo(peer, Role.BOTH, 1, "fake", layout, "loopback", (ready.metadata,))
     parts = RankParts(FrontSocket(far), inbox, engine, transport)
     loop = ControlLoop(make_machine(info, layout, max_running), parts, 0.05, clock)
     parts.front.send(RankReady(Welcome(info, "fake", 128, VOCAB_SIZE, (), 0, ())))

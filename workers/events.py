@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from pd_serve.engine.batch import Batch, StepResult
 from pd_serve.ids import AttemptId, LeaseId, LinkId, PeerId, RouterId
+from pd_serve.kv.conversion import Packing
 from pd_serve.protocol.link import Lease, Role, RouterFrame, Sample, WorkerFrame
 from pd_serve.protocol.notify import NoticeUnion
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused, WriteWindow
@@ -138,7 +139,11 @@ Event = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PushPlan:
-    """Which bytes of one attempt go to decode, layer by layer; layer l is `ranges` + (l * local stride, l * remote stride, 0)."""
+    """Which bytes of one attempt one rank pushes to one rank of decode, layer by layer.
+
+    Equal layouts: layer l is `ranges` + (l * local stride, l * remote stride, 0), straight out of the pool. Others: `packings`, each packed
+    for every layer, and `ranges` is empty.
+    """
 
     attempt_id: AttemptId
     lease: Lease
@@ -148,12 +153,20 @@ class PushPlan:
     remote_layer_stride: int
     num_layers: int
     chunk_index: int
-    """0 for the first plan of the attempt, counting up: names the chunk in traces."""
+    """0 for the first plan of the attempt on this route, counting up: names the chunk in traces."""
+    packings: tuple[Packing, ...] = ()
+    src_rank: int = 0
+    dst_rank: int = 0
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Payload bytes of one layer."""
+        return int(self.ranges[:, 2].sum()) + sum(packing.nbytes for packing in self.packings)
 
     @property
     def nbytes(self) -> int:
         """Payload bytes over all layers."""
-        return int(self.ranges[:, 2].sum()) * self.num_layers
+        return self.layer_nbytes * self.num_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +207,10 @@ class FlushThenNotify:
     notice: NoticeUnion | None
     compute_ended_at: float | None
     """Monotonic seconds at which prefill's compute ended: fills in Completed.compute_to_notice_s. None for other notices."""
+    src_rank: int = 0
+    """Of this worker: whose puts are flushed, and who sends the notice ..."""
+    dst_rank: int = 0
+    """... to this rank of the peer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +222,8 @@ class SendNotice:
 @dataclass(frozen=True, slots=True)
 class AddPeer:
     peer: PeerId
-    metadata: bytes
+    metadata: tuple[bytes, ...]
+    """By rank of the peer."""
 
 
 @dataclass(frozen=True, slots=True)

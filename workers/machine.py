@@ -196,8 +196,8 @@ class WorkerMachine:
                     return [SendFrame(link_id, Refused(frame.attempt_id, RefusalReason.DRAINING, "the worker is being drained"))]
                 if frame.attempt_id in self.prefill:
                     return [SendFrame(link_id, Refused(frame.attempt_id, RefusalReason.DUPLICATE, "attempt is here already"))]
-                is_joined = frame.writer is not None and self.peers.joined(frame.writer) is not None
-                return self.decode.open(link_id, frame, is_joined, now)
+                writer = None if frame.writer is None else self.peers.joined(frame.writer)
+                return self.decode.open(link_id, frame, writer, now)
             case Prefill():
                 if self.is_draining:
                     return [SendFrame(link_id, Failed(frame.attempt_id, FailureReason.DRAINING, "the worker is being drained"))]

@@ -16,7 +16,7 @@ from enum import Enum, auto
 from math import inf
 
 from pd_serve.ids import LinkId, PeerId
-from pd_serve.protocol.link import PeerInfo, PeerState
+from pd_serve.protocol.link import PeerInfo, PeerState, exchange_problem
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from workers.events import Action, AddPeer, HardFence, RemovePeer
 
@@ -172,8 +172,9 @@ class PeerTable:
             return f"model {info.model_fingerprint}, here {ours.model_fingerprint}"
         if info.transport != ours.transport:
             return f"transport {info.transport}, here {ours.transport}"
-        if info.layout.fingerprint(info.model_fingerprint) != ours.layout.fingerprint(ours.model_fingerprint):
-            return f"KV layout {info.layout}, here {ours.layout}"
+        if problem := exchange_problem(info, ours):
+            what, theirs, own = problem
+            return f"{what} {theirs}, here {own}"
         return ""
 
     def _fence_superseded(self, peer: PeerId, wanted: dict[PeerId, PeerInfo]) -> list[Action]:

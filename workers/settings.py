@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pd_serve.ids import PeerId
 from pd_serve.kv.digest import KVDigest
 from pd_serve.kv.layout import KVLayout
+from pd_serve.kv.routes import Route, plan_routes
 from pd_serve.protocol.link import PeerInfo
 
 
@@ -27,8 +28,8 @@ class MachineSettings:
     load_interval_s: float
     heartbeat_s: float
     """Longest silence between two load frames on a link."""
-    num_contributors: int = 1
-    """Prefill ranks that write under one lease."""
+    max_packing_nbytes: int = 1 << 18
+    """Packed bytes of one layer that are staged together."""
     kv_digest: KVDigest | None = None
     """Set: transfers carry a digest of their bytes (prefill) and must (decode)."""
 
@@ -39,6 +40,14 @@ class MachineSettings:
     @property
     def layout(self) -> KVLayout:
         return self.info.layout
+
+    def routes_from(self, writer: PeerInfo) -> tuple[Route, ...]:
+        """What each rank of a writer sends to each of ours; a lease's contributors are numbered by it."""
+        return plan_routes(writer.num_model_kv_heads, writer.num_ranks, self.info.num_ranks)
+
+    def routes_to(self, holder: PeerInfo) -> tuple[Route, ...]:
+        """The same for what ours send."""
+        return plan_routes(self.info.num_model_kv_heads, self.info.num_ranks, holder.num_ranks)
 
     @property
     def flush_patience_s(self) -> float:

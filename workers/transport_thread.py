@@ -268,7 +268,7 @@ class _Loop:
             case CloseWindow():
                 self._post(WindowClosed(command.lease_id, self._transport.close_window(command.lease_id)))
             case AddPeer():
-                self._transport.add_peer(command.peer, command.metadata)
+                self._transport.add_peer(command.peer, command.metadata[0])
             case RemovePeer():
                 self._remove_peer(command.peer)
             case HardFence():

@@ -1,8 +1,8 @@
 """Which rank of one worker sends which KV heads to which rank of another: pure arithmetic, the same on both sides.
 
-Heads are shared out in order: of H heads over T ranks each holds H / T; where there are more ranks than heads, T / H neighbours hold the same
-one. MLA's latent is one head that every rank holds. Every head that a target rank holds has exactly one source, and copies of a head take
-turns, so that no source rank sends more than its share.
+Heads are shared out in order: of H heads over T ranks each holds H / T; where there are more ranks than heads, T / H neighbours hold the
+same one. MLA's latent is one head that every rank holds. Every head that a target rank holds has exactly one source, and copies of a head
+take turns, so that no source rank sends more than its share.
 """
 
 from __future__ import annotations

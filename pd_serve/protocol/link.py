@@ -50,10 +50,32 @@ class PeerInfo(Frame, frozen=True, tag="peer_info"):
     model_fingerprint: str
     """Model id, content revision, vocabulary: workers whose values differ may not exchange KV."""
     layout: KVLayout
+    """Of one rank; all ranks' are alike."""
     transport: str
     """Name of the transport implementation; both sides must use the same."""
-    transport_metadata: bytes
-    """Opaque: PeerMetadata of that transport, encoded."""
+    transport_metadata: tuple[bytes, ...]
+    """By rank. Opaque: PeerMetadata of that transport, encoded."""
+    total_kv_heads: int = 0
+    """Of the model, all ranks together; 0: as many as the one rank's layout has."""
+
+    @property
+    def num_ranks(self) -> int:
+        """Tensor-parallel degree."""
+        return len(self.transport_metadata)
+
+    @property
+    def num_model_kv_heads(self) -> int:
+        return self.total_kv_heads or self.layout.num_kv_heads
+
+
+def exchange_problem(one: PeerInfo, other: PeerInfo) -> tuple[str, object, object] | None:
+    """Why KV of the one cannot be turned into KV of the other: what differs, and both values. None if it can, whatever their block sizes,
+    orders, types of elements and numbers of ranks. The same in both directions."""
+    if not one.layout.can_become(other.layout):
+        return "KV layout", one.layout, other.layout
+    if one.num_model_kv_heads != other.num_model_kv_heads:
+        return "number of KV heads", one.num_model_kv_heads, other.num_model_kv_heads
+    return None
 
 
 class Lease(Frame, frozen=True, array_like=True, tag="lease"):

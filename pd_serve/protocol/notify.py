@@ -15,6 +15,7 @@ from pd_serve.protocol.sampling import TokenLogprobs
 from pd_serve.wire import Codec
 
 MAX_NOTICE_NBYTES = 4096
+ALL_CONTRIBUTORS = -1
 
 
 class Notice(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -29,7 +30,7 @@ class Completed(Notice, frozen=True, tag="completed"):
 
     attempt_id: AttemptId
     contributor: int
-    """Prefill rank that wrote; a lease is filled when the set of expected contributors is complete."""
+    """Index of the route (kv/routes.py) that was written; a lease is filled when every expected one is complete."""
     num_contributors: int
     first_token: int
     logprobs: TokenLogprobs | None
@@ -50,6 +51,7 @@ class Quiesced(Notice, frozen=True, tag="quiesced"):
     """This contributor has stopped writing under the lease and flushed: no later write can land."""
 
     contributor: int
+    """ALL_CONTRIBUTORS: nobody of the writer has written, or will."""
 
 
 class Abandon(Notice, frozen=True, tag="abandon"):

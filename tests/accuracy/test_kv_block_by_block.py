@@ -109,7 +109,7 @@ def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Rank
     except TransportUnavailableError as error:
         pytest.skip(f"no UCX: {error}")
     for rank, other in ((prefill, decode), (decode, prefill)):
-        rank.thread.submit(AddPeer(other.peer, other.ready.metadata))
+        rank.thread.submit(AddPeer(other.peer, (other.ready.metadata,)))
     for rank in (prefill, decode):
         assert isinstance(rank.expect(TransportReported).event, PeerJoined)
     yield prefill, decode

@@ -76,7 +76,7 @@ def test_a_peer_that_stands_still_costs_next_to_nothing(nodes: Nodes) -> None:
     rank = Rank("prefill", nodes.factory, nodes.lanes)
     frozen = nodes.make(peer_id("decode"))
     frozen.open_window(rank.peer, lease=LeaseId(1), epoch=Epoch(5))
-    rank.thread.submit(AddPeer(frozen.peer, frozen.metadata))
+    rank.thread.submit(AddPeer(frozen.peer, (frozen.metadata,)))
     frozen.transport.add_peer(rank.peer, rank.ready.metadata)
     nodes.pump(lambda: frozen.has_joined(rank.peer) and any(isinstance(o, TransportReported) for o in rank.pending()), "both join")
     plan = PushPlan(AttemptId(1), Lease(LeaseId(1), Epoch(5), frozen.peer), ops((0, 0, 250_000)), 262_144, 262_144, NUM_LAYERS, 0)

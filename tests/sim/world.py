@@ -150,7 +150,7 @@ class World:
         scenario, rng = self.scenario, self.rng
         num_blocks = rng.randint(*scenario.pool_tokens) // scenario.block_size
         layout = make_layout(scenario.num_layers, scenario.block_size, num_blocks)
-        info = PeerInfo(PeerId(worker_id, Incarnation(rng.getrandbits(20))), role, 1, "model", layout, "sim", b"")
+        info = PeerInfo(PeerId(worker_id, Incarnation(rng.getrandbits(20))), role, 1, "model", layout, "sim", (b"",))
         max_len = pool_limited_len(layout, 4096)
         machine = MachineSettings(
             info=info,

@@ -24,13 +24,16 @@ from pd_serve.engine.sequence import Sequence, SequenceKind
 from pd_serve.errors import StaleError
 from pd_serve.ids import AttemptId, LeaseId, LinkId, PeerId
 from pd_serve.kv.block_pool import BlockPool
+from pd_serve.kv.conversion import packed_token_nbytes
 from pd_serve.kv.lease import HeldLease, LeaseState, LeaseTable
+from pd_serve.kv.routes import Route
 from pd_serve.kv.transfer import write_ranges
 from pd_serve.protocol.link import (
     Failed,
     FailureReason,
     Lease,
     Open,
+    PeerInfo,
     RefusalReason,
     Refused,
     Reserved,
@@ -39,7 +42,7 @@ from pd_serve.protocol.link import (
     Target,
     TokenOutput,
 )
-from pd_serve.protocol.notify import Completed, Quiesced
+from pd_serve.protocol.notify import ALL_CONTRIBUTORS, Completed, Quiesced
 from pd_serve.transport.base import WriteWindow
 from workers.decode.quarantine import Quarantine, may_report
 from workers.events import Action, CloseWindow, Observe, OpenWindow, SendFrame
@@ -55,6 +58,8 @@ class _Attempt:
     sequence: Sequence
     lease_id: LeaseId | None = None
     """While the KV is in flight."""
+    routes: tuple[Route, ...] = ()
+    """By contributor: what each part of the KV is."""
     handed_over_at: float | None = None
     """From the record's arrival to the first decode step: when prefill's compute ended, on this clock, the record's flight left out."""
 
@@ -92,9 +97,9 @@ class DecodeMachine:
 
     # ---- the life of an attempt
 
-    def open(self, link_id: LinkId, frame: Open, is_joined: bool, now: float) -> list[Action]:
-        """`is_joined`: the frame's writer, if it names one, can be reached. Precondition: the worker is not draining."""
-        refusal = self._refusal(frame, is_joined)
+    def open(self, link_id: LinkId, frame: Open, writer: PeerInfo | None, now: float) -> list[Action]:
+        """`writer`: the one that the frame names, if it can be reached. Precondition: the worker is not draining."""
+        refusal = self._refusal(frame, writer is not None)
         if refusal is not None:
             return [SendFrame(link_id, Refused(frame.attempt_id, *refusal))]
         cached = self._pool.match_prefix(frame.token_ids)
@@ -118,10 +123,10 @@ class DecodeMachine:
         actions: list[Action] = []
         if num_cached:
             actions.append(Observe(Sample("pd_serve_prefix_cache_hit_tokens_total", float(num_cached))))
-        if frame.writer is None:
+        if frame.writer is None or writer is None:
             self._scheduler.add(sequence)
             return [*actions, SendFrame(link_id, Reserved(frame.attempt_id, None, num_cached))]
-        return actions + self._grant(attempt, frame.writer, now + frame.timeout_s)
+        return actions + self._grant(attempt, writer, now + frame.timeout_s)
 
     def on_window_opened(self, lease_id: LeaseId) -> list[Action]:
         """The writer may hear of the lease now."""
@@ -153,7 +158,10 @@ class DecodeMachine:
             return _stale()
         if lease.state is not LeaseState.GRANTED:
             return [] if self._quarantine.on_notice(peer, notice) else _stale()
-        self._leases.let_go(lease.lease_id, notice.contributor)
+        if notice.contributor == ALL_CONTRIBUTORS:
+            self._leases.process_let_go(lease.lease_id, peer)
+        else:
+            self._leases.let_go(lease.lease_id, notice.contributor)
         return self._fail(self._attempts[lease.attempt_id], FailureReason.TRANSFER, f"{peer} stopped before all KV was written", now)
 
     def on_updates(self, updates: Iterable[SequenceUpdate], started_at: float) -> list[Action]:
@@ -266,7 +274,7 @@ class DecodeMachine:
                 total += max(0, self._pool.num_blocks_for(length) - len(lease.blocks))
         return total
 
-    def _grant(self, attempt: _Attempt, writer: PeerId, deadline: float) -> list[Action]:
+    def _grant(self, attempt: _Attempt, writer: PeerInfo, deadline: float) -> list[Action]:
         """Reserve what is missing for the prompt. Precondition: admission has found that there is room."""
         sequence, layout = attempt.sequence, self._settings.layout
         num_tokens, num_cached = len(sequence.token_ids), sequence.num_cached_tokens
@@ -274,11 +282,12 @@ class DecodeMachine:
         missing = self._pool.num_blocks_for(num_tokens) - len(cached)
         blocks = cached + self._pool.allocate(missing, after=cached[-1] if cached else None)
         sequence.block_table = []
-        contributors = dict.fromkeys(range(self._settings.num_contributors), writer)
-        lease = self._leases.grant(sequence.attempt_id, writer, blocks, len(cached), deadline, contributors)
+        attempt.routes = self._settings.routes_from(writer)
+        contributors = dict.fromkeys(range(len(attempt.routes)), writer.peer)
+        lease = self._leases.grant(sequence.attempt_id, writer.peer, blocks, len(cached), deadline, contributors)
         attempt.lease_id = lease.lease_id
         starts, ends = write_ranges(layout, blocks, num_cached, num_tokens)
-        return [OpenWindow(WriteWindow(lease.lease_id, lease.epoch, writer, starts, ends))]
+        return [OpenWindow(WriteWindow(lease.lease_id, lease.epoch, writer.peer, starts, ends))]
 
     def _live_lease(self, peer: PeerId, notice: Completed | Quiesced) -> HeldLease | None:
         """The lease a record speaks of, if the record can be its own: identity first, content later."""
@@ -288,7 +297,7 @@ class DecodeMachine:
             return None
         if not may_report(lease, peer, notice.contributor):
             return None
-        if isinstance(notice, Completed) and notice.attempt_id != lease.attempt_id:
+        if isinstance(notice, Completed) and (notice.attempt_id != lease.attempt_id or notice.contributor == ALL_CONTRIBUTORS):
             return None
         return lease
 
@@ -296,10 +305,11 @@ class DecodeMachine:
         """Why a record does not prove that all KV is here; empty if it does."""
         layout = self._settings.layout
         num_tokens = len(attempt.sequence.token_ids)
-        num_contributors = len(lease.contributors)
-        owed = (num_tokens - lease.num_cached_blocks * layout.block_size) * layout.bytes_per_token // num_contributors
-        if notice.num_contributors != num_contributors:
-            return f"{notice.num_contributors} contributors, {num_contributors} expected"
+        num_missing = num_tokens - lease.num_cached_blocks * layout.block_size
+        num_heads = attempt.routes[notice.contributor].heads.num_heads
+        owed = num_missing * layout.num_layers * packed_token_nbytes(layout, num_heads)
+        if notice.num_contributors != len(attempt.routes):
+            return f"{notice.num_contributors} contributors, {len(attempt.routes)} expected"
         if (notice.num_tokens, notice.num_layers) != (num_tokens, layout.num_layers):
             return f"{notice.num_tokens} tokens x {notice.num_layers} layers, {num_tokens} x {layout.num_layers} expected"
         if notice.nbytes != owed:

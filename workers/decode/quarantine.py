@@ -11,7 +11,7 @@ from pd_serve.errors import StaleError
 from pd_serve.ids import LeaseId, PeerId
 from pd_serve.kv.lease import HeldLease, LeaseState, LeaseTable
 from pd_serve.protocol.link import Sample
-from pd_serve.protocol.notify import Abandon, Completed, Quiesced
+from pd_serve.protocol.notify import ALL_CONTRIBUTORS, Abandon, Completed, Quiesced
 from workers.events import Action, CloseWindow, HardFence, Observe, SendNotice
 from workers.settings import MachineSettings
 
@@ -47,7 +47,10 @@ class Quarantine:
         assert lease.state is not LeaseState.GRANTED
         if not may_report(lease, peer, notice.contributor):
             return False
-        self._leases.let_go(lease.lease_id, notice.contributor)
+        if notice.contributor == ALL_CONTRIBUTORS:
+            self._leases.process_let_go(lease.lease_id, peer)
+        else:
+            self._leases.let_go(lease.lease_id, notice.contributor)
         if not lease.writing:
             self._release(lease.lease_id)
         return True
@@ -111,6 +114,8 @@ class Quarantine:
 
 def may_report(lease: HeldLease, peer: PeerId, contributor: int) -> bool:
     """A record by `peer` can be that contributor's: it is one of those expected, of that process, and has not let go."""
+    if contributor == ALL_CONTRIBUTORS:
+        return peer in lease.writers
     return contributor in lease.writing and lease.contributors[contributor] == peer
 
 

@@ -18,23 +18,27 @@ flush, then Quiesced to decode: STOPPED. What must stay true:
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
+
+import numpy as np
 
 from pd_serve.engine.batch import Batch
 from pd_serve.engine.scheduler import Scheduler, SequenceUpdate
 from pd_serve.engine.sequence import Sequence, SequenceKind
-from pd_serve.ids import AttemptId, LeaseId, LinkId, PeerId
+from pd_serve.ids import AttemptId, Epoch, LeaseId, LinkId, PeerId
 from pd_serve.kv.block_pool import BlockPool
+from pd_serve.kv.conversion import Packing, plan_packings
+from pd_serve.kv.layout import KVLayout
+from pd_serve.kv.routes import Route
 from pd_serve.kv.transfer import plan_ranges
 from pd_serve.protocol.link import Failed, FailureReason, PeerInfo, Prefill, PrefillDone, Sample, Target, TokenOutput
-from pd_serve.protocol.notify import Abandon, Completed, Quiesced
+from pd_serve.protocol.notify import ALL_CONTRIBUTORS, Abandon, Completed, NoticeUnion, Quiesced
 from workers.events import Action, FlushDone, FlushThenNotify, Observe, PushNow, PushPlan, SendFrame, StopPush
 from workers.prefill.spent import SpentLeases
 from workers.settings import MachineSettings
 
-_CONTRIBUTOR = 0
-"""This rank among the writers of a lease."""
+_NO_RANGES = np.empty((0, 3), dtype=np.int64)
 
 
 class _Stage(Enum):
@@ -49,11 +53,18 @@ class _Job:
     link_id: LinkId | None
     """Whom the terminal frame is owed to; None once it has been sent, or the link is gone."""
     target: Target
-    remote_layer_stride: int
+    layout: KVLayout
+    """Of the holder's ranks."""
+    routes: tuple[Route, ...]
     sequence: Sequence
     stage: _Stage = _Stage.COMPUTING
     num_plans: int = 0
-    pushed_nbytes: int = 0
+    pushed_nbytes: list[int] = field(default_factory=list)
+    """By route."""
+    num_flushes: int = 0
+    """Of those that end the job: not answered yet."""
+    problem: str = ""
+    """Of the first flush that failed."""
     stopped_at: float | None = None
     """When the job was given up; its flush may still be out."""
 
@@ -125,16 +136,15 @@ class PrefillMachine:
             num_computed_tokens=num_cached,
             num_cached_tokens=num_cached,
         )
-        job = _Job(frame.attempt_id, link_id, frame.target, holder.layout.layer_nbytes, sequence)
+        routes = self._settings.routes_to(holder)
+        job = _Job(frame.attempt_id, link_id, frame.target, holder.layout, routes, sequence, pushed_nbytes=[0] * len(routes))
         self._jobs[frame.attempt_id] = job
         self._by_lease[lease.holder, lease.lease_id] = job
         self._scheduler.add(sequence)
         actions: list[Action] = []
         if num_cached:
             actions.append(Observe(Sample("pd_serve_prefix_cache_hit_tokens_total", float(num_cached))))
-        plan = self._plan(job, cached, 0, num_cached)
-        if plan is not None:
-            actions.append(PushNow(plan))
+        actions += [PushNow(plan) for plan in self._plans(job, cached, 0, num_cached)]
         return actions
 
     def pushes(self, batch: Batch) -> tuple[PushPlan, ...]:
@@ -144,9 +154,7 @@ class PrefillMachine:
             job = self._jobs.get(entry.attempt_id)
             if job is None:
                 continue
-            plan = self._plan(job, entry.block_table, entry.start, entry.start + len(entry.token_ids))
-            if plan is not None:
-                plans.append(plan)
+            plans += self._plans(job, entry.block_table, entry.start, entry.start + len(entry.token_ids))
         return tuple(plans)
 
     def on_update(self, update: SequenceUpdate, ended_at: float) -> list[Action]:
@@ -156,20 +164,25 @@ class PrefillMachine:
         assert update.token is not None
         job = self._jobs[update.attempt_id]
         job.stage = _Stage.FLUSHING
-        return [FlushThenNotify(job.holder, self._token_for(job), self._completed(job, update.token), ended_at)]
+        return self._flush(job, [self._completed(job, index, update.token) for index in range(len(job.routes))], ended_at)
 
     def on_flush(self, event: FlushDone) -> list[Action]:
         waiting = self._flushes.pop(event.token, None)
         if not isinstance(waiting, _Job):
             return []
         job = waiting
+        job.num_flushes -= 1
+        if not event.ok:
+            job.problem = job.problem or event.detail or "failed"
+        if job.num_flushes:
+            return []
         del self._jobs[job.attempt_id]
         del self._by_lease[job.holder, job.target.lease.lease_id]
         self._scheduler.release(job.sequence)
         if job.link_id is None:
             return []
-        if not event.ok:
-            return self._end_with(job, FailureReason.TRANSFER, f"flush to {job.holder} failed: {event.detail}")
+        if job.problem:
+            return self._end_with(job, FailureReason.TRANSFER, f"flush to {job.holder} failed: {job.problem}")
         sequence = job.sequence
         num_computed = sequence.num_computed_tokens - sequence.num_cached_tokens
         return [SendFrame(job.link_id, PrefillDone(job.attempt_id, num_computed, sequence.num_cached_tokens))]
@@ -203,8 +216,13 @@ class PrefillMachine:
         key = (peer, notice.lease_id)
         if key in self._flushes.values():
             return []
-        quiesced = Quiesced(notice.lease_id, notice.epoch, _CONTRIBUTOR)
-        return [FlushThenNotify(peer, self._token_for(key), quiesced, None)]
+        if job is not None:
+            # Everything has been issued; what is behind it on each route is answered by that route.
+            return [
+                FlushThenNotify(peer, self._token_for(key), quiesced, None, route.src_rank, route.dst_rank)
+                for route, quiesced in zip(job.routes, _quiesced(job, notice.lease_id, notice.epoch), strict=True)
+            ]
+        return [FlushThenNotify(peer, self._token_for(key), Quiesced(notice.lease_id, notice.epoch, ALL_CONTRIBUTORS), None)]
 
     def on_peer_lost(self, peer: PeerId, detail: str, now: float) -> list[Action]:
         actions: list[Action] = []
@@ -261,37 +279,50 @@ class PrefillMachine:
             return FailureReason.PREEMPTED, "too many prompts wait here"
         return None
 
-    def _plan(self, job: _Job, blocks: tuple[int, ...], start: int, end: int) -> PushPlan | None:
-        """Tokens [start, end) less those that decode has."""
+    def _plans(self, job: _Job, blocks: tuple[int, ...], start: int, end: int) -> list[PushPlan]:
+        """Tokens [start, end) less those that decode has: a plan for every route."""
         start = max(start, job.target.num_cached_tokens)
         if start >= end:
-            return None
+            return []
         layout = self._settings.layout
-        plan = PushPlan(
-            attempt_id=job.attempt_id,
-            lease=job.target.lease,
-            ranges=plan_ranges(layout, blocks, job.target.blocks, start, end),
-            local_layer_stride=layout.layer_nbytes,
-            remote_layer_stride=job.remote_layer_stride,
-            num_layers=layout.num_layers,
-            chunk_index=job.num_plans,
-        )
+        is_equal = layout.is_same_as(job.layout)
+        plans: list[PushPlan] = []
+        for index, route in enumerate(job.routes):
+            plan = PushPlan(
+                attempt_id=job.attempt_id,
+                lease=job.target.lease,
+                ranges=plan_ranges(layout, blocks, job.target.blocks, start, end) if is_equal else _NO_RANGES,
+                local_layer_stride=layout.layer_nbytes,
+                remote_layer_stride=job.layout.layer_nbytes,
+                num_layers=layout.num_layers,
+                chunk_index=job.num_plans,
+                packings=() if is_equal else self._packings(job, route, blocks, start, end),
+                src_rank=route.src_rank,
+                dst_rank=route.dst_rank,
+            )
+            job.pushed_nbytes[index] += plan.nbytes
+            plans.append(plan)
         job.num_plans += 1
-        job.pushed_nbytes += plan.nbytes
-        return plan
+        return plans
 
-    def _completed(self, job: _Job, first: TokenOutput) -> Completed:
+    def _packings(self, job: _Job, route: Route, blocks: tuple[int, ...], start: int, end: int) -> tuple[Packing, ...]:
+        settings = self._settings
+        limit = settings.max_packing_nbytes
+        return tuple(plan_packings(settings.layout, job.layout, route.heads, blocks, job.target.blocks, start, end, limit))
+
+    def _completed(self, job: _Job, index: int, first: TokenOutput) -> Completed:
+        """Of the route with that index."""
         return Completed(
             lease_id=job.target.lease.lease_id,
             epoch=job.target.lease.epoch,
             attempt_id=job.attempt_id,
-            contributor=_CONTRIBUTOR,
-            num_contributors=self._settings.num_contributors,
+            contributor=index,
+            num_contributors=len(job.routes),
             first_token=first.token_id,
             logprobs=first.logprobs,
             num_tokens=job.sequence.num_computed_tokens,
             num_layers=self._settings.layout.num_layers,
-            nbytes=job.pushed_nbytes,
+            nbytes=job.pushed_nbytes[index],
             num_cached_tokens=job.sequence.num_cached_tokens,
             compute_to_notice_s=0.0,
             digest=self._digest(job),
@@ -320,11 +351,23 @@ class PrefillMachine:
         job.stage = _Stage.STOPPED
         self._scheduler.remove(job.attempt_id)
         lease = job.target.lease
-        quiesced = Quiesced(lease.lease_id, lease.epoch, _CONTRIBUTOR)
-        return [StopPush(lease), FlushThenNotify(job.holder, self._token_for(job), quiesced, None)]
+        return [StopPush(lease), *self._flush(job, _quiesced(job, lease.lease_id, lease.epoch), None)]
+
+    def _flush(self, job: _Job, notices: Iterable[NoticeUnion], ended_at: float | None) -> list[Action]:
+        """The last that is done for the job: each route is flushed and its notice follows."""
+        actions: list[Action] = []
+        for route, notice in zip(job.routes, notices, strict=True):
+            job.num_flushes += 1
+            actions.append(FlushThenNotify(job.holder, self._token_for(job), notice, ended_at, route.src_rank, route.dst_rank))
+        return actions
 
     def _token_for(self, waiting: _Job | tuple[PeerId, LeaseId]) -> int:
         token = self._next_token
         self._next_token += 1
         self._flushes[token] = waiting
         return token
+
+
+def _quiesced(job: _Job, lease_id: LeaseId, epoch: Epoch) -> list[Quiesced]:
+    """By route."""
+    return [Quiesced(lease_id, epoch, index) for index in range(len(job.routes))]

@@ -224,7 +224,7 @@ def test_room_counts_what_the_report_cannot_know() -> None:
         ("model fingerprint", welcome(peer_info(fingerprint="model-b"))),
         ("vocabulary", welcome(vocab_size=261)),
         ("vocabulary", welcome(vocab_size=200)),
-        ("KV layout", welcome(peer_info(layout=kv_layout(block_size=32)))),
+        ("KV layout", welcome(peer_info(layout=kv_layout(num_layers=3)))),
         ("transport", welcome(msgspec.structs.replace(peer_info(), transport="other"))),
         ("end-of-sequence", msgspec.structs.replace(welcome(), eos_token_ids=(5,))),
     ],

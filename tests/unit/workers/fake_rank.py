@@ -77,7 +77,7 @@ def main(spec_path: str) -> None:
         sys.exit(3)
     if "slow" in modes:
         time.sleep(60)
-    info = PeerInfo(spec.peer, spec.role, PROTOCOL_VERSION, "fake", LAYOUT, "loopback", b"")
+    info = PeerInfo(spec.peer, spec.role, PROTOCOL_VERSION, "fake", LAYOUT, "loopback", (b"",))
     send(RankReady(Welcome(info, "fake-model", 128, 100, (0,), os.getppid(), (os.getpid(),))))
     seen_path = os.environ.get("FAKE_RANK_SEEN")
     role, draining, seq = spec.role, False, 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from pd_serve.ids import AttemptId
@@ -16,8 +17,10 @@ FRAME = open_frame(1, prompt(6))
 
 @pytest.fixture
 def worker() -> Worker:
-    worker = Worker(DECODE, num_contributors=2)
-    worker.join(PREFILL)
+    """Of one rank with two KV heads; the writer's two ranks have one each."""
+    layout = msgspec.structs.replace(DECODE.layout, num_kv_heads=2)
+    worker = Worker(msgspec.structs.replace(DECODE, layout=layout))
+    worker.join(msgspec.structs.replace(PREFILL, transport_metadata=(b"", b""), total_kv_heads=2))
     return worker
 
 
@@ -29,7 +32,7 @@ def reserve(worker: Worker, frame: Open = FRAME) -> Target:
 
 def part(target: Target, contributor: int, **changes: object) -> Completed:
     """The record of one of two ranks, each of which owes half of the bytes."""
-    half = completed(target, FRAME).nbytes // 2
+    half = completed(target, FRAME).nbytes
     return completed(target, FRAME, **{"contributor": contributor, "num_contributors": 2, "nbytes": half} | changes)
 
 

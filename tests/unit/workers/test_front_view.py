@@ -14,7 +14,7 @@ IDENTITY = Identity(WorkerId("d"), Incarnation(1), Role.DECODE, "http://h:1", 10
 
 def welcome() -> Welcome:
     layout = KVLayout(1, 1, 8, 16, 4, KVDtype.FLOAT32)
-    info = PeerInfo(PeerId(WorkerId("d"), Incarnation(1)), Role.DECODE, 1, "m", layout, "loopback", b"")
+    info = PeerInfo(PeerId(WorkerId("d"), Incarnation(1)), Role.DECODE, 1, "m", layout, "loopback", (b"",))
     return Welcome(info, "m", 64, 100, (0,), 10, (11,))
 
 

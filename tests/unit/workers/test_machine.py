@@ -57,7 +57,7 @@ def test_named_peers_are_joined_but_never_oneself(worker: Worker) -> None:
 )
 def test_an_incompatible_peer_is_not_joined_and_says_why(worker: Worker, changes: dict[str, object]) -> None:
     if "layout" in changes:
-        changes = {"layout": msgspec.structs.replace(PREFILL.layout, block_size=8)}
+        changes = {"layout": msgspec.structs.replace(PREFILL.layout, num_layers=9)}
     actions = worker.frame(Peers((msgspec.structs.replace(PREFILL, **changes),)))
     assert all_of(AddPeer, actions) == []
     (state,) = only_frame(PeerStatus, actions).states

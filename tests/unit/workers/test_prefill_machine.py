@@ -5,7 +5,7 @@ import pytest
 
 from pd_serve.ids import AttemptId, Epoch, LeaseId
 from pd_serve.protocol.link import Cancel, Closed, Failed, FailureReason, Prefill, PrefillDone
-from pd_serve.protocol.notify import Abandon, Completed, Quiesced
+from pd_serve.protocol.notify import ALL_CONTRIBUTORS, Abandon, Completed, Quiesced
 from pd_serve.transport.base import PeerLost
 from tests.machine_fakes import (
     DECODE,
@@ -147,7 +147,7 @@ def test_a_prefill_that_its_abandon_has_overtaken_is_refused(worker: Worker) -> 
     frame = prefill_frame(1, prompt(6))
     lease = frame.target.lease
     actions = worker.do(NoticeArrived(DECODE.peer, Abandon(lease.lease_id, lease.epoch)))
-    assert only(FlushThenNotify, actions).notice == Quiesced(lease.lease_id, lease.epoch, 0)
+    assert only(FlushThenNotify, actions).notice == Quiesced(lease.lease_id, lease.epoch, ALL_CONTRIBUTORS)
     assert only_frame(Failed, worker.frame(frame)).reason is FailureReason.REFUSED
     assert len(worker.machine.prefill) == 0
 

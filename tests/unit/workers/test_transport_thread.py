@@ -220,7 +220,7 @@ def test_a_malformed_notice_is_counted_and_dropped() -> None:
     events: list[object] = []
     stranger = LoopbackTransport(settings_for(stranger_id, "tcp"), events.append, fabric)
     stranger.allocate_pool(64)
-    rank.thread.submit(AddPeer(stranger_id, stranger.export_metadata()))
+    rank.thread.submit(AddPeer(stranger_id, (stranger.export_metadata(),)))
     stranger.add_peer(rank.peer, rank.ready.metadata)
 
     def has_joined() -> bool:
@@ -247,7 +247,7 @@ def test_a_peer_that_never_answers_is_refused_by_the_deadline_of_the_sleeping_th
 
     rank = Rank("decode", factory, "tcp")
     started = time.monotonic()
-    rank.thread.submit(AddPeer(silent_id, silent.export_metadata()))
+    rank.thread.submit(AddPeer(silent_id, (silent.export_metadata(),)))
     refused = rank.expect(TransportReported)
     assert isinstance(refused.event, PeerRefused)
     assert 0.15 < time.monotonic() - started < 1.0
@@ -265,7 +265,7 @@ def test_stop_ends_within_its_time_even_with_a_flush_nobody_answers() -> None:
     rank = Rank("prefill", partial(LoopbackTransport, fabric=fabric), "tcp")
     frozen = LoopbackTransport(settings_for(peer_id("decode"), "tcp"), lambda _: None, fabric)
     frozen.allocate_pool(POOL_NBYTES)
-    rank.thread.submit(AddPeer(peer_id("decode"), frozen.export_metadata()))
+    rank.thread.submit(AddPeer(peer_id("decode"), (frozen.export_metadata(),)))
     frozen.add_peer(rank.peer, rank.ready.metadata)
 
     def has_joined() -> bool:

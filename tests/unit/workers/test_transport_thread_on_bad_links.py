@@ -111,7 +111,7 @@ def test_a_peer_that_stands_still_costs_no_processor_time(made: list[Rank]) -> N
     made.append(rank)
     frozen = LoopbackTransport(settings_for(peer_id("decode"), "tcp"), lambda _: None, fabric)
     frozen.allocate_pool(POOL_NBYTES)
-    rank.thread.submit(AddPeer(peer_id("decode"), frozen.export_metadata()))
+    rank.thread.submit(AddPeer(peer_id("decode"), (frozen.export_metadata(),)))
     frozen.add_peer(rank.peer, rank.ready.metadata)
     deadline = time.monotonic() + 5.0
     while not any(isinstance(output, TransportReported) for output in rank.pending()):
