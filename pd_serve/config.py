@@ -64,6 +64,12 @@ class TransportConfig(Section):
     hard_fence_after_s: float = Field(
         10.0, gt=0, description="Seconds a lost or silent local writer may hold quarantined blocks before its process is ended"
     )
+    staging_bytes: int = Field(
+        8 * 1024 * 1024, ge=256 * 1024, description="Memory behind the pool in which KV is converted for workers of another layout"
+    )
+    staging_slot_bytes: int = Field(
+        256 * 1024, ge=4096, description="Part of it that one conversion takes: KV of one layer is converted and sent in such pieces"
+    )
     verify: bool = Field(False, description="Digest of every transferred block in the completion record, checked by decode")
 
 

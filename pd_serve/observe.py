@@ -75,6 +75,8 @@ METRICS: tuple[MetricSpec, ...] = (
     # workers
     MetricSpec("pd_serve_kv_transfer_bytes_total", _C, _W, "KV bytes written to peers and flushed", ("lane",)),
     MetricSpec("pd_serve_kv_transfer_seconds", _H, _W, "From a transfer's first write to its flush", buckets=TRANSFER_BUCKETS),
+    MetricSpec("pd_serve_kv_packed_bytes_total", _C, _W, "KV bytes converted for pools of another layout; 0 where all are alike"),
+    MetricSpec("pd_serve_kv_pack_seconds", _H, _W, "Time that converting one transfer's KV took", buckets=TRANSFER_BUCKETS),
     MetricSpec(
         "pd_serve_kv_overlap_ratio",
         _H,

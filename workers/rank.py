@@ -40,7 +40,7 @@ from workers.inbox import Inbox
 from workers.machine import WorkerMachine
 from workers.rank_spec import RankSpec
 from workers.settings import MachineSettings, pool_limited_len
-from workers.transport_commands import AllocatePool, RegisterPool, TransportReady
+from workers.transport_commands import AllocatePool, RegisterPool, TransportReady, UsePacker
 from workers.transport_thread import TransportThread
 
 if TYPE_CHECKING:
@@ -118,6 +118,7 @@ class Rank:
         welcome = self._welcome(plan, ready)
         machine = self._machine(plan, welcome, self._kv_digest(plan, ready))
         events = runner.layer_events
+        transport.submit(self._packer(plan, runner))
         self._engine.serve(runner, LayerHook(transport.submit, None if events is None else events.wait))
         parts = RankParts(self._front, self._inbox, self._engine, transport)
         loop = ControlLoop(machine, parts, config.worker.report_interval_s, self._clock)
@@ -134,14 +135,23 @@ class Rank:
         """The pool and the weights. On a CPU the pool is memory that the transport allocates, on a GPU the engine's."""
         from pd_serve.engine.loader import load_runner
 
-        nbytes = plan.layout.pool_nbytes
+        nbytes = plan.layout.pool_nbytes + self._config.transport.staging_bytes
         if plan.device.type == "cpu":
             ready = transport.start(AllocatePool(nbytes), TRANSPORT_START_S)
             runner = self._engine.call(partial(_load, plan, self._config.engine.threads, ready.region.buffer)).result()
             return ready, runner
-        runner = self._engine.call(partial(load_runner, plan, None, self._clock)).result()
+        runner = self._engine.call(partial(load_runner, plan, None, self._clock, self._config.transport.staging_bytes)).result()
         ready = transport.start(RegisterPool(runner.cache.address, nbytes, f"cuda:{plan.device.index or 0}"), TRANSPORT_START_S)
         return ready, runner
+
+    def _packer(self, plan: EnginePlan, runner: ModelRunner[Any]) -> UsePacker:
+        from workers.prefill.packer import TorchPacker
+
+        transport = self._config.transport
+        packer = TorchPacker(runner.cache, runner.cache.region)
+        return UsePacker(packer, plan.layout.pool_nbytes, transport.staging_bytes, transport.staging_slot_bytes)
+            TorchPacker(runner.cache, runner.cache.region), plan.layout.pool_nbytes, transport.staging_bytes, transport.staging_slot_bytes
+        )
 
     def _transport_settings(self) -> TransportSettings:
         worker, transport = self._config.worker, self._config.transport
@@ -199,6 +209,7 @@ class Rank:
             rejoin_after_s=config.worker.heartbeat_s,
             load_interval_s=config.worker.load_interval_s,
             heartbeat_s=config.worker.report_interval_s,
+            max_packing_nbytes=config.transport.staging_slot_bytes,
             kv_digest=kv_digest,
         )
         scheduler = SchedulerSettings(

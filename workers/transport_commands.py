@@ -28,6 +28,7 @@ from workers.events import (
     WindowClosed,
     WindowOpened,
 )
+from workers.prefill.pusher import Packer
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,16 @@ class StepEnded:
     step_id: int
 
 
+@dataclass(frozen=True, slots=True)
+class UsePacker:
+    """How KV is packed for peers whose pools have another layout, and the memory for it behind the pool. Given once."""
+
+    packer: Packer
+    staging_offset: int
+    staging_nbytes: int
+    slot_nbytes: int
+
+
 TransportCommand = (
     AddPeer
     | RemovePeer
@@ -70,6 +81,7 @@ TransportCommand = (
     | BeginStep
     | LayerReady
     | StepEnded
+    | UsePacker
 )
 
 

@@ -22,6 +22,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import msgspec
 
@@ -49,6 +50,7 @@ from workers.events import (
     WindowOpened,
 )
 from workers.prefill.pusher import Pusher
+from workers.prefill.staging import StagingRing
 from workers.transport_commands import (
     AllocatePool,
     BeginStep,
@@ -60,6 +62,7 @@ from workers.transport_commands import (
     TransportFailed,
     TransportOutput,
     TransportReady,
+    UsePacker,
 )
 
 _log = logging.getLogger(__name__)
@@ -257,9 +260,7 @@ class _Loop:
             case StopPush():
                 self._pusher.stop(command.lease)
             case FlushThenNotify():
-                token = self._next_token()
-                self._flushes[token] = command
-                self._transport.flush(command.peer, token)
+                self._pusher.when_issued(command.peer, partial(self._flush, command))
             case SendNotice():
                 self._send(command.peer, command.notice)
             case OpenWindow():
@@ -267,6 +268,9 @@ class _Loop:
                 self._post(WindowOpened(command.window.lease_id))
             case CloseWindow():
                 self._post(WindowClosed(command.lease_id, self._transport.close_window(command.lease_id)))
+            case UsePacker():
+                ring = StagingRing(command.staging_offset, command.staging_nbytes, command.slot_nbytes)
+                self._pusher.use_packer(command.packer, ring)
             case AddPeer():
                 self._transport.add_peer(command.peer, command.metadata[0])
             case RemovePeer():
@@ -274,6 +278,11 @@ class _Loop:
             case HardFence():
                 if not self._transport.hard_fence(command.peer):
                     _log.warning("cannot fence %s by force", command.peer)
+
+    def _flush(self, command: FlushThenNotify) -> None:
+        token = self._next_token()
+        self._flushes[token] = command
+        self._transport.flush(command.peer, token)
 
     def _remove_peer(self, peer: PeerId) -> None:
         self._transport.remove_peer(peer)

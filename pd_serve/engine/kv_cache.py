@@ -35,6 +35,8 @@ class KVLayer(Protocol):
 
 class PagedCache(Protocol):
     layout: KVLayout
+    region: Tensor
+    """[at least pool_nbytes] uint8: the pool, and whatever was asked for behind it."""
 
     @property
     def address(self) -> int:
@@ -42,7 +44,7 @@ class PagedCache(Protocol):
         ...
 
     def rows(self, slots: Tensor) -> Tensor:
-        """Where tokens at `slots` [num_tokens] (block * block_size + offset) go, for write(): the same for all layers of a step."""
+        """Where tokens at `slots` [num_tokens] (block * block_size + offset) are, for write() and read(): the same for all layers."""
         ...
 
     def write(self, index: int, rows: Tensor, heads: Tensor) -> None:
@@ -51,13 +53,16 @@ class PagedCache(Protocol):
 
     def layer(self, index: int) -> KVLayer: ...
 
-    def read(self, index: int, slots: Tensor) -> Tensor:
-        """[num_planes, num_tokens, num_kv_heads, head_dim]: a copy of what is stored; of scaled elements, float32."""
+    def read(self, index: int, rows: Tensor) -> Tensor:
+        """[num_planes, num_tokens, num_kv_heads, head_dim]: a copy of what is stored there; of scaled elements, float32."""
         ...
 
 
-def open_kv_cache(layout: KVLayout, buffer: memoryview | None, device: torch.device, dtype: torch.dtype) -> PagedCache:
-    """Does not own `buffer`, which must outlive it; without one the cache allocates zeroed memory of its own.
+def open_kv_cache(
+    layout: KVLayout, buffer: memoryview | None, device: torch.device, dtype: torch.dtype, extra_nbytes: int = 0
+) -> PagedCache:
+    """Does not own `buffer`, which must outlive it; without one the cache allocates zeroed memory of its own, `extra_nbytes` more than the
+    pool takes.
 
     `dtype`: the engine's. Raises ConfigError where the buffer is too small or read-only, is host memory for a pool on another device, or
     the layout's elements are neither of the engine's type nor scaled.
@@ -65,21 +70,21 @@ def open_kv_cache(layout: KVLayout, buffer: memoryview | None, device: torch.dev
     if layout.dtype.has_scales:
         from pd_serve.engine.kv_cache_fp8 import ScaledKVCache
 
-        return ScaledKVCache(layout, pool_bytes(layout, buffer, device), dtype)
+        return ScaledKVCache(layout, region_of(layout, buffer, device, extra_nbytes), dtype)
     if torch_dtype(layout.dtype.value) != dtype:
         raise ConfigError(f"a KV pool of {layout.dtype.value} needs an engine of the same type, or fp8 elements")
-    return KVCache(layout, buffer, device)
+    return KVCache(layout, region_of(layout, buffer, device, extra_nbytes))
 
 
-def pool_bytes(layout: KVLayout, buffer: memoryview | None, device: torch.device) -> Tensor:
-    """[pool_nbytes] uint8. Raises ConfigError, as above."""
+def region_of(layout: KVLayout, buffer: memoryview | None, device: torch.device, extra_nbytes: int = 0) -> Tensor:
+    """[at least pool_nbytes] uint8. Raises ConfigError, as above."""
     if buffer is None:
-        return torch.zeros(layout.pool_nbytes, dtype=torch.uint8, device=device)
+        return torch.zeros(layout.pool_nbytes + extra_nbytes, dtype=torch.uint8, device=device)
     if device.type != "cpu":
         raise ConfigError(f"a host buffer cannot hold a KV pool on {device}")
     if buffer.readonly or buffer.nbytes < layout.pool_nbytes:
         raise ConfigError(f"KV pool needs {layout.pool_nbytes} writable bytes, the region has {buffer.nbytes}")
-    return torch.frombuffer(buffer, dtype=torch.uint8, count=layout.pool_nbytes)
+    return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def row_pattern(layout: KVLayout, slots: Tensor) -> Tensor:
@@ -96,10 +101,11 @@ def row_pattern(layout: KVLayout, slots: Tensor) -> Tensor:
 class KVCache:
     """Geometry as in kv/layout.py, elements of the engine's type."""
 
-    def __init__(self, layout: KVLayout, buffer: memoryview | None, device: torch.device) -> None:
-        """Raises ConfigError, as open_kv_cache."""
+    def __init__(self, layout: KVLayout, region: Tensor) -> None:
+        """`region` as in PagedCache."""
         self.layout = layout
-        self._pool = pool_bytes(layout, buffer, device).view(torch_dtype(layout.dtype.value))
+        self.region = region
+        self._pool = region[: layout.pool_nbytes].view(torch_dtype(layout.dtype.value))
         slabs = self._pool.view(layout.num_layers, layout.num_blocks * layout.num_planes, -1).unbind(0)
         self._layers = tuple(PlainLayer(layout, slab) for slab in slabs)
         width = layout.head_dim * (layout.num_kv_heads if layout.order is KVOrder.TOKEN_MAJOR else 1)
@@ -119,9 +125,9 @@ class KVCache:
     def layer(self, index: int) -> KVLayer:
         return self._layers[index]
 
-    def read(self, index: int, slots: Tensor) -> Tensor:
+    def read(self, index: int, rows: Tensor) -> Tensor:
         layout = self.layout
-        read = self._rows[index].index_select(0, self.rows(slots))
+        read = self._rows[index].index_select(0, rows)
         return read.view(-1, layout.num_planes, layout.num_kv_heads, layout.head_dim).transpose(0, 1)
 
 

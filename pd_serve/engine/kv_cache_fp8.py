@@ -17,13 +17,13 @@ from pd_serve.kv.layout import KVLayout, KVOrder
 class ScaledKVCache:
     """See PagedCache. Attention gets elements already multiplied by their scales, in the engine's type."""
 
-    def __init__(self, layout: KVLayout, pool: Tensor, dtype: torch.dtype) -> None:
-        """`pool` [pool_nbytes] uint8; `dtype`: the engine's."""
+    def __init__(self, layout: KVLayout, region: Tensor, dtype: torch.dtype) -> None:
+        """`region` as in PagedCache; `dtype`: the engine's."""
         self.layout = layout
-        self._pool = pool
+        self.region = region
         self._dtype = dtype
         num_planes = layout.num_blocks * layout.num_planes
-        self._planes = pool.view(layout.num_layers, num_planes, layout.plane_nbytes)
+        self._planes = region[: layout.pool_nbytes].view(layout.num_layers, num_planes, layout.plane_nbytes)
         num_elements = layout.block_size * layout.num_kv_heads * layout.head_dim
         shape = (layout.num_layers, num_planes, layout.block_size, layout.num_kv_heads)
         if layout.order is KVOrder.HEAD_MAJOR:
@@ -33,7 +33,7 @@ class ScaledKVCache:
 
     @property
     def address(self) -> int:
-        return self._pool.data_ptr()
+        return self.region.data_ptr()
 
     def rows(self, slots: Tensor) -> Tensor:
         """[3, num_tokens * num_planes * num_kv_heads]: plane, first and second index in it."""
@@ -54,9 +54,9 @@ class ScaledKVCache:
     def layer(self, index: int) -> KVLayer:
         return _ScaledLayer(self.layout, self._planes[index], self._dtype)
 
-    def read(self, index: int, slots: Tensor) -> Tensor:
+    def read(self, index: int, rows: Tensor) -> Tensor:
         layout = self.layout
-        where = tuple(self.rows(slots))
+        where = tuple(rows)
         elements = self._elements[index][where].view(torch.float8_e4m3fn)
         values = torch.empty(elements.shape, dtype=torch.float32, device=elements.device)
         dequantize_into(elements, self._scales[index][where], values)

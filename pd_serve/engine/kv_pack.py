@@ -12,15 +12,19 @@ from pd_serve.kv.conversion import Packing
 from pd_serve.kv.layout import KVLayout, KVOrder
 
 
-def pack(cache: PagedCache, layer: int, packing: Packing, out: Tensor) -> None:
-    """Write the packed bytes of one layer to `out` [packing.nbytes] uint8 on the cache's device."""
+def source_rows(cache: PagedCache, packing: Packing, device: torch.device) -> Tensor:
+    """Where the tokens are, for pack(): the same for all layers."""
     size = packing.src.block_size
     positions = torch.arange(packing.start_token, packing.end_token)
     first = packing.start_token // size
     table = torch.tensor(packing.src_blocks[first : (packing.end_token - 1) // size + 1])
-    slots = (table[positions // size - first] * size + positions % size).to(out.device)
+    return cache.rows((table[positions // size - first] * size + positions % size).to(device))
+
+
+def pack(cache: PagedCache, layer: int, packing: Packing, rows: Tensor, out: Tensor) -> None:
+    """Write the packed bytes of one layer to `out` [packing.nbytes] uint8 on the cache's device."""
     heads = packing.heads.src
-    encode(cache.read(layer, slots)[:, :, heads.start : heads.stop], packing.dst, out)
+    encode(cache.read(layer, rows)[:, :, heads.start : heads.stop], packing.dst, out)
 
 
 def encode(values: Tensor, layout: KVLayout, out: Tensor) -> None:

@@ -81,13 +81,14 @@ def plan_engine(path: Path, config: Config) -> EnginePlan:
     )
 
 
-def load_runner(plan: EnginePlan, buffer: memoryview | None, clock: Clock) -> ModelRunner[Any]:
-    """Read the weights and build the runner over `buffer` (the region that the transport allocated; None: memory of its own).
+def load_runner(plan: EnginePlan, buffer: memoryview | None, clock: Clock, extra_nbytes: int = 0) -> ModelRunner[Any]:
+    """Read the weights and build the runner over `buffer` (the region that the transport allocated; None: memory of its own, with
+    `extra_nbytes` behind the pool).
 
     Call on the engine thread. Raises ModelError, ConfigError.
     """
     info, device, dtype = plan.info, plan.device, plan.dtype
-    cache = open_kv_cache(plan.layout, buffer, device, dtype)
+    cache = open_kv_cache(plan.layout, buffer, device, dtype, extra_nbytes)
     weights: WeightSource
     if plan.has_random_weights:
         weights = RandomWeights(_RANDOM_SEED, dtype, device)

@@ -7,6 +7,9 @@ makes the measure honest on every lane: a queued write returns long before its b
     pushed      |~~ 0 ~~|       |~~ 1 ~~|     |~~~~~~ 2 ~~~~~~|     arrived
                                                        ^ only these bytes are not hidden
 
+KV for a pool of another layout is packed first, into a slot of the staging ring (staging.py), on this thread. What finds no free slot waits
+in its peer's queue, and flushes asked for later wait behind it: source blocks stay until those have ended, so nothing else has to wait.
+
 Seconds are the time the link to the peer was at work for the attempt: what is in flight to one peer is served in order, so a flush's own
 time is from its issue, or from the end of the one before it, to its end; attempts that share a flush share its time by bytes. Bytes and
 seconds are reported together, once per attempt that completed.
@@ -14,19 +17,25 @@ seconds are reported together, once per attempt that completed.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pd_serve.errors import TransportError
 from pd_serve.ids import AttemptId, PeerId
+from pd_serve.kv.conversion import Packing
 from pd_serve.protocol.link import LayerTrace, Lease, Sample, Trace
 from pd_serve.protocol.notify import Completed
 from pd_serve.transport.base import Transport, WriteBatch
 from workers.events import PushPlan
+from workers.prefill.staging import StagingRing
 
+_SLOTS_PER_FLUSH = 4
+"""Packed pieces after which slots are asked back, while the next are packed."""
 _MAX_STOPPED = 16384
 """Stopped leases remembered; the machine names none again after the step that was running."""
 
@@ -38,6 +47,8 @@ class _Transfer:
     attempt_id: AttemptId
     pieces: list[_Piece] = field(default_factory=list)
     service_s: float = 0.0
+    pack_s: float = 0.0
+    packed_nbytes: int = 0
     problem: str = ""
     """Why the attempt's KV cannot be complete at the target."""
 
@@ -56,6 +67,16 @@ class _Piece:
     """When the flush over it was answered."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """One packing of one layer that has no slot yet."""
+
+    plan: PushPlan
+    layer: int
+    packing: Packing
+    written_at: float
+
+
 @dataclass(slots=True)
 class _Flight:
     """One flush and the pieces it covers."""
@@ -63,6 +84,8 @@ class _Flight:
     peer: PeerId
     started_at: float
     pieces: list[_Piece]
+    slots: list[int] = field(default_factory=list)
+    """Of the staging ring, free again when the flush is answered."""
 
 
 @dataclass(slots=True)
@@ -80,6 +103,12 @@ class Finished:
     trace: Trace
 
 
+class Packer(Protocol):
+    def pack(self, layer: int, packing: Packing, at: int) -> None:
+        """Put the packed bytes of a layer, whose KV is in the pool, at that offset of the registered region; they are there on return."""
+        ...
+
+
 class Pusher:
     """`next_token` gives flush tokens that nobody else uses; the owner hands every Flushed of one of them to on_flushed()."""
 
@@ -92,6 +121,14 @@ class Pusher:
         self._flights: dict[int, _Flight] = {}
         self._last_end: dict[PeerId, float] = {}
         self._stopped: OrderedDict[Lease, None] = OrderedDict()
+        self._packer: Packer | None = None
+        self._ring = StagingRing(0, 0, 1)
+        self._queues: dict[PeerId, deque[_Waiting | Callable[[], None]]] = {}
+        """By peer, in order: packings, and what was to be done once those before it had been issued. None is empty."""
+
+    def use_packer(self, packer: Packer, ring: StagingRing) -> None:
+        """For plans with packings. Call once, before the first of them."""
+        self._packer, self._ring = packer, ring
 
     @property
     def num_transfers(self) -> int:
@@ -100,8 +137,15 @@ class Pusher:
 
     @property
     def num_in_flight(self) -> int:
-        """Flushes not yet answered."""
-        return len(self._flights)
+        """Flushes not yet answered, and peers that something waits to be packed for."""
+        return len(self._flights) + len(self._queues)
+
+    def when_issued(self, peer: PeerId, act: Callable[[], None]) -> None:
+        """Call `act` once everything that was to be pushed to the peer has been issued: at once, unless something waits for a slot."""
+        if peer in self._queues:
+            self._queues[peer].append(act)
+        else:
+            act()
 
     def begin_step(self, step_id: int, plans: tuple[PushPlan, ...]) -> None:
         """Plans of an earlier step are void: one step runs at a time."""
@@ -130,14 +174,23 @@ class Pusher:
         if len(self._stopped) > _MAX_STOPPED:
             self._stopped.popitem(last=False)
         self._transfers.pop(lease, None)
+        queue = self._queues.get(lease.holder)
+        if queue is not None:
+            self._queues[lease.holder] = deque(item for item in queue if not isinstance(item, _Waiting) or item.plan.lease != lease)
+            self._pump(lease.holder)
 
     def drop_peer(self, peer: PeerId) -> None:
         """The peer is gone: its transfers will not complete."""
         for lease in [lease for lease in self._transfers if lease.holder == peer]:
             del self._transfers[lease]
         for token in [token for token, flight in self._flights.items() if flight.peer == peer]:
-            del self._flights[token]
+            # Nothing of these transfers will be taken for complete, whatever a late put still reads there.
+            self._ring.give_back(peer, self._flights.pop(token).slots)
         self._last_end.pop(peer, None)
+        for item in self._queues.pop(peer, ()):
+            if not isinstance(item, _Waiting):
+                item()
+        self._pump_all()
 
     def on_flushed(self, token: int, ok: bool, detail: str) -> None:
         flight = self._flights.pop(token, None)
@@ -146,13 +199,16 @@ class Pusher:
         now = self._now()
         service_s = now - max(flight.started_at, self._last_end.get(flight.peer, flight.started_at))
         self._last_end[flight.peer] = now
-        total = sum(piece.nbytes for piece in flight.pieces)
+        total = sum(piece.nbytes for piece in flight.pieces) or 1
         for piece in flight.pieces:
             if piece.ended_at is None:
                 piece.ended_at = now
             piece.transfer.service_s += service_s * piece.nbytes / total
             if not ok:
                 piece.transfer.problem = piece.transfer.problem or detail or "flush failed"
+        if flight.slots:
+            self._ring.give_back(flight.peer, flight.slots)
+            self._pump_all()
 
     def problem_of(self, peer: PeerId, notice: Completed) -> str:
         """Why `notice` must not be sent although the last flush was ok; empty if it may: every byte it claims has been written."""
@@ -179,6 +235,8 @@ class Pusher:
     def _issue(self, layers: list[tuple[PushPlan, int, float]]) -> None:
         flights: dict[PeerId, _Flight] = {}
         for plan, layer, written_at in layers:
+            for packing in plan.packings:
+                self._queues.setdefault(plan.lease.holder, deque()).append(_Waiting(plan, layer, packing, written_at))
             nbytes = int(plan.ranges[:, 2].sum())
             if nbytes == 0 or plan.lease in self._stopped:
                 continue
@@ -186,18 +244,74 @@ class Pusher:
             peer = plan.lease.holder
             started_at = self._now()
             ops = plan.ranges + np.array([layer * plan.local_layer_stride, layer * plan.remote_layer_stride, 0], np.int64)
-            try:
-                self._transport.write(WriteBatch(peer, plan.lease.lease_id, plan.lease.epoch, ops))
-            except TransportError as error:
-                transfer.problem = transfer.problem or str(error)
-                continue
-            piece = _Piece(transfer, plan.chunk_index, layer, written_at, started_at, nbytes)
+            if self._write(plan, ops, transfer):
+                piece = _Piece(transfer, plan.chunk_index, layer, written_at, started_at, nbytes)
+                transfer.pieces.append(piece)
+                flights.setdefault(peer, _Flight(peer, started_at, [])).pieces.append(piece)
+        for flight in flights.values():
+            self._fly(flight)
+        for peer in {plan.lease.holder for plan, _, _ in layers if plan.packings}:
+            self._pump(peer)
+
+    def _write(self, plan: PushPlan, ops: NDArray[np.int64], transfer: _Transfer) -> bool:
+        try:
+            self._transport.write(WriteBatch(plan.lease.holder, plan.lease.lease_id, plan.lease.epoch, ops))
+        except TransportError as error:
+            transfer.problem = transfer.problem or str(error)
+            return False
+        return True
+
+    def _fly(self, flight: _Flight) -> None:
+        token = self._next_token()
+        self._flights[token] = flight
+        self._transport.flush(flight.peer, token)
+
+    # ---- what is packed
+
+    def _pump_all(self) -> None:
+        for peer in tuple(self._queues):
+            self._pump(peer)
+
+    def _pump(self, peer: PeerId) -> None:
+        """Pack and issue what the peer's queue begins with, as long as there are slots; a few share a flush."""
+        queue = self._queues.get(peer)
+        flight = _Flight(peer, self._now(), [])
+        while queue:
+            item = queue[0]
+            if isinstance(item, _Waiting):
+                slot = self._ring.take(peer)
+                if slot is None:
+                    break
+                queue.popleft()
+                flight.slots.append(slot)
+                self._pack(item, slot, flight)
+            else:
+                queue.popleft()
+            if flight.slots and (len(flight.slots) == _SLOTS_PER_FLUSH or not isinstance(item, _Waiting)):
+                self._fly(flight)
+                flight = _Flight(peer, self._now(), [])
+            if not isinstance(item, _Waiting):
+                item()
+        if queue is not None and not queue:
+            self._queues.pop(peer, None)
+        if flight.slots:
+            self._fly(flight)
+
+    def _pack(self, item: _Waiting, slot: int, flight: _Flight) -> None:
+        plan, packing = item.plan, item.packing
+        assert self._packer is not None, "a plan that packs, but nothing to pack with"
+        if plan.lease in self._stopped:
+            return
+        transfer = self._transfers.setdefault(plan.lease, _Transfer(plan.attempt_id))
+        started_at = self._now()
+        self._packer.pack(item.layer, packing, slot)
+        transfer.pack_s += self._now() - started_at
+        ops = packing.ranges + np.array([slot, item.layer * plan.remote_layer_stride, 0], np.int64)
+        if self._write(plan, ops, transfer):
+            piece = _Piece(transfer, plan.chunk_index, item.layer, item.written_at, started_at, packing.nbytes)
             transfer.pieces.append(piece)
-            flights.setdefault(peer, _Flight(peer, started_at, [])).pieces.append(piece)
-        for peer, flight in flights.items():
-            token = self._next_token()
-            self._flights[token] = flight
-            self._transport.flush(peer, token)
+            transfer.packed_nbytes += packing.nbytes
+            flight.pieces.append(piece)
 
 
 def overlap_ratio(ended: Iterable[tuple[float, int]], compute_ended_at: float) -> float:
@@ -227,9 +341,14 @@ def _measure(transfer: _Transfer, notice: Completed, compute_ended_at: float, no
             for piece, end in zip(pieces, ends, strict=True)
         ),
     )
-    samples = (
+    samples: tuple[Sample, ...] = (
         Sample("pd_serve_kv_transfer_bytes_total", float(sum(piece.nbytes for piece in pieces)), lane),
         Sample("pd_serve_kv_transfer_seconds", transfer.service_s),
         Sample("pd_serve_kv_overlap_ratio", ratio),
     )
+    if transfer.packed_nbytes:
+        samples += (
+            Sample("pd_serve_kv_packed_bytes_total", float(transfer.packed_nbytes)),
+            Sample("pd_serve_kv_pack_seconds", transfer.pack_s),
+        )
     return Finished(samples, trace)

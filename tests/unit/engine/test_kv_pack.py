@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pd_serve.engine.dtypes import torch_dtype
 from pd_serve.engine.fp8 import dequantize_into, quantize
 from pd_serve.engine.kv_cache import PagedCache, open_kv_cache
-from pd_serve.engine.kv_pack import pack
+from pd_serve.engine.kv_pack import pack, source_rows
 from pd_serve.kv.conversion import HeadSlice, plan_packings
 from pd_serve.kv.layout import KVDtype, KVLayout, KVOrder
 
@@ -61,14 +61,14 @@ def test_a_packed_transfer_gives_the_target_what_the_source_has(rng: random.Rand
         source.write(layer, source.rows(slots_of(src_blocks, src.block_size, 0, end)), written * (layer + 1))
         for packing in plan_packings(src, dst, heads, src_blocks, dst_blocks, start, end, rng.choice([64, 700, 1 << 20])):
             out = torch.empty(packing.nbytes, dtype=torch.uint8)
-            pack(source, layer, packing, out)
+            pack(source, layer, packing, source_rows(source, packing, CPU), out)
             packed = bytes(out.numpy())
             for local, remote, nbytes in packing.ranges:
                 at = remote + layer * dst.layer_nbytes
                 memory[at : at + nbytes] = packed[local : local + nbytes]
     for layer in (0, 1):
-        sent = source.read(layer, src_slots)[:, :, heads.src.start : heads.src.stop].float()
-        got = target.read(layer, dst_slots)[:, :, heads.dst.start : heads.dst.stop].float()
+        sent = source.read(layer, source.rows(src_slots))[:, :, heads.src.start : heads.src.stop].float()
+        got = target.read(layer, target.rows(dst_slots))[:, :, heads.dst.start : heads.dst.stop].float()
         assert torch.equal(got, as_stored(sent, dst.dtype))
         # Gathering for attention sees the same.
         planes = torch.tensor([block * num_planes + plane for block in dst_blocks for plane in range(num_planes)])
@@ -88,8 +88,8 @@ def test_fp8_kept_as_fp8_keeps_its_values(order: KVOrder) -> None:
     source.write(0, source.rows(slots), torch.randn(11, 4, 16, dtype=torch.bfloat16))
     (packing,) = plan_packings(src, dst, HeadSlice(0, 0, 2), [2, 0, 3], [1, 2], 0, 11, 1 << 20)
     out = torch.empty(packing.nbytes, dtype=torch.uint8)
-    pack(source, 0, packing, out)
+    pack(source, 0, packing, source_rows(source, packing, CPU), out)
     target, memory = opened(dst, KVDtype.FLOAT32)
     for local, remote, nbytes in packing.ranges:
         memory[remote : remote + nbytes] = bytes(out[local : local + nbytes].numpy())
-    assert torch.equal(target.read(0, slots_of([1, 2], 8, 0, 11)), source.read(0, slots))
+    assert torch.equal(target.read(0, target.rows(slots_of([1, 2], 8, 0, 11))), source.read(0, source.rows(slots)))
