@@ -150,8 +150,6 @@ class Rank:
         transport = self._config.transport
         packer = TorchPacker(runner.cache, runner.cache.region)
         return UsePacker(packer, plan.layout.pool_nbytes, transport.staging_bytes, transport.staging_slot_bytes)
-            TorchPacker(runner.cache, runner.cache.region), plan.layout.pool_nbytes, transport.staging_bytes, transport.staging_slot_bytes
-        )
 
     def _transport_settings(self) -> TransportSettings:
         worker, transport = self._config.worker, self._config.transport
