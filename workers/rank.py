@@ -176,7 +176,7 @@ class Rank:
                 layout=plan.layout,
                 transport=self._config.transport.name,
                 transport_metadata=(ready.metadata,),
-                total_kv_heads=plan.info.num_kv_heads,
+                total_kv_heads=plan.info.kv_shape.num_heads,
             ),
             model_name=model.name or model.id.rstrip("/").rpartition("/")[2],
             max_model_len=pool_limited_len(plan.layout, plan.max_len),

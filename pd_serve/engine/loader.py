@@ -17,14 +17,11 @@ import torch
 
 from pd_serve.clock import Clock
 from pd_serve.config import Config, KVConfig
-from pd_serve.engine.attention.base import AttentionGeometry
-from pd_serve.engine.attention.registry import attention_for
 from pd_serve.engine.checkpoint import Checkpoint
 from pd_serve.engine.dtypes import torch_dtype
 from pd_serve.engine.kv_cache import open_kv_cache
 from pd_serve.engine.model_info import ModelInfo, describe
-from pd_serve.engine.models.llama import LlamaModel
-from pd_serve.engine.models.rotary import RotaryTable
+from pd_serve.engine.models.registry import build_model
 from pd_serve.engine.runner import ModelRunner
 from pd_serve.engine.sampler import Sampler
 from pd_serve.engine.weights import CheckpointWeights, RandomWeights, WeightSource
@@ -59,11 +56,12 @@ def plan_engine(path: Path, config: Config) -> EnginePlan:
     device = _device(config.engine.device)
     layout = KVLayout(
         num_layers=info.num_layers,
-        num_kv_heads=info.num_kv_heads,
-        head_dim=info.head_dim,
+        num_kv_heads=info.kv_shape.num_heads,
+        head_dim=info.kv_shape.head_dim,
         block_size=config.kv.block_size,
         num_blocks=1,
         dtype=KVDtype(config.model.dtype if config.kv.dtype == "auto" else config.kv.dtype),
+        num_planes=info.kv_shape.num_planes,
         order=KVOrder(config.kv.order),
     )
     dtype = torch_dtype(config.model.dtype)
@@ -94,11 +92,8 @@ def load_runner(plan: EnginePlan, buffer: memoryview | None, clock: Clock, extra
         weights = RandomWeights(_RANDOM_SEED, dtype, device)
     else:
         weights = CheckpointWeights(Checkpoint.open(plan.path), dtype, device)
-    geometry = AttentionGeometry(info.num_heads, info.num_kv_heads, info.head_dim, plan.layout.block_size, plan.max_len)
-    attention = attention_for(geometry, dtype, device)
     with torch.inference_mode():
-        rotary = RotaryTable(info.rope, info.head_dim, plan.max_len, dtype, device)
-        model = LlamaModel(info, weights, rotary, attention)
+        model, attention = build_model(info, weights, plan.layout.block_size, plan.max_len, dtype, device)
     return ModelRunner(model, attention, cache, Sampler(info.eos_token_ids), device, clock)
 
 

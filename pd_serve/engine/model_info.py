@@ -35,6 +35,15 @@ _FAMILIES = {
 
 
 @dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a layer keeps of each token."""
+
+    num_planes: int
+    num_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """A decoder-only transformer with grouped-query attention and a gated MLP. Sizes are of the whole model, not of a shard."""
 
@@ -60,6 +69,10 @@ class ModelInfo:
     """Type the checkpoint says it is in, such as `bfloat16`; empty where it does not say."""
     fingerprint: str
     """Equal for equal models (see Checkpoint.fingerprint): workers exchange KV only when it is."""
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(2, self.num_kv_heads, self.head_dim)
 
 
 def describe(path: Path, *, has_weights: bool = True) -> ModelInfo:

@@ -16,7 +16,7 @@ from pd_serve.engine.attention.base import AttentionBackend, PlanT
 from pd_serve.engine.batch import Batch, SampledToken, StepResult
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.layer_events import LayerEvents
-from pd_serve.engine.models.llama import LlamaModel
+from pd_serve.engine.models.registry import DecoderModel
 from pd_serve.engine.sampler import Sampler
 from pd_serve.engine.step_inputs import StepInputs, build_step_inputs
 
@@ -26,7 +26,7 @@ class ModelRunner(Generic[PlanT]):
 
     def __init__(
         self,
-        model: LlamaModel[PlanT],
+        model: DecoderModel[PlanT],
         attention: AttentionBackend[PlanT],
         cache: PagedCache,
         sampler: Sampler,
