@@ -9,7 +9,8 @@ from math import inf
 
 from pd_serve.errors import IncompatibleError
 from pd_serve.ids import WorkerId
-from pd_serve.protocol.link import Step, Welcome, exchange_problem
+from pd_serve.protocol.exchange import exchange_problem
+from pd_serve.protocol.link import Step, Welcome
 from pd_serve.wire import PROTOCOL_VERSION
 
 

@@ -16,7 +16,8 @@ from enum import Enum, auto
 from math import inf
 
 from pd_serve.ids import LinkId, PeerId
-from pd_serve.protocol.link import PeerInfo, PeerState, exchange_problem
+from pd_serve.protocol.exchange import exchange_problem
+from pd_serve.protocol.link import PeerInfo, PeerState
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from workers.events import Action, AddPeer, HardFence, RemovePeer
 

@@ -68,16 +68,6 @@ class PeerInfo(Frame, frozen=True, tag="peer_info"):
         return self.total_kv_heads or self.layout.num_kv_heads
 
 
-def exchange_problem(one: PeerInfo, other: PeerInfo) -> tuple[str, object, object] | None:
-    """Why KV of the one cannot be turned into KV of the other: what differs, and both values. None if it can, whatever their block sizes,
-    orders, types of elements and numbers of ranks. The same in both directions."""
-    if not one.layout.can_become(other.layout):
-        return "KV layout", one.layout, other.layout
-    if one.num_model_kv_heads != other.num_model_kv_heads:
-        return "number of KV heads", one.num_model_kv_heads, other.num_model_kv_heads
-    return None
-
-
 class Lease(Frame, frozen=True, array_like=True, tag="lease"):
     """The right to write into named blocks of a decode worker, for one attempt."""
 
