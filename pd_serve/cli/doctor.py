@@ -143,7 +143,7 @@ def check_gpu(config: Config) -> Finding:
 
 
 def check_model(config: Config) -> Finding:
-    from pd_serve.engine.model_info import describe
+    from pd_serve.engine.families.registry import describe
     from pd_serve.model_store import DEMO_ID
     from pd_serve.model_store.cache import cache_root
     from pd_serve.model_store.demo import find_demo_gguf

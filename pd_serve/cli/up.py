@@ -140,7 +140,7 @@ def _run_dir(configured: str) -> Path:
 
 def _check_models(plan: LaunchPlan) -> None:
     """Raises ModelError: said once and now, not by every worker after its start."""
-    from pd_serve.engine.model_info import describe
+    from pd_serve.engine.families.registry import describe
 
     for folder, load_format in {(worker.config.model.id, worker.config.model.load_format) for worker in plan.workers}:
         describe(Path(folder), has_weights=load_format != "random")

@@ -19,8 +19,9 @@ from pd_serve.clock import Clock
 from pd_serve.config import Config, KVConfig
 from pd_serve.engine.checkpoint import Checkpoint
 from pd_serve.engine.dtypes import torch_dtype
+from pd_serve.engine.families.registry import describe
 from pd_serve.engine.kv_cache import open_kv_cache
-from pd_serve.engine.model_info import ModelInfo, describe
+from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.registry import build_model
 from pd_serve.engine.runner import ModelRunner
 from pd_serve.engine.sampler import Sampler

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from pd_serve.engine.model_info import ModelInfo, describe
+from pd_serve.engine.families.registry import describe
+from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.rope import RopeType
 from pd_serve.errors import ModelError
 from tests.unit.engine.model_folders import write_checkpoint, write_config

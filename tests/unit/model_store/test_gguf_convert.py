@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from pd_serve.engine.model_info import describe
+from pd_serve.engine.families.registry import describe
 from pd_serve.errors import ModelError
 from pd_serve.model_store.gguf_convert import convert_gguf
 from pd_serve.model_store.progress import ignore_progress
