@@ -19,6 +19,9 @@ from pd_serve.engine.kv_cache import KVLayer
 
 PlanT = TypeVar("PlanT")
 
+FULL = 0
+"""As a window: none."""
+
 
 @dataclass(frozen=True, slots=True)
 class AttentionGeometry:
@@ -28,11 +31,31 @@ class AttentionGeometry:
     head_dim: int
     block_size: int
     max_len: int
+    query_scale: float | None = None
+    """Factor of q·k; None: 1 / sqrt(head_dim)."""
+    softcap: float = 0.0
+    """Scores are softcap * tanh(score / softcap); 0: as they are (Gemma 2, arXiv:2408.00118, section 2)."""
+    windows: tuple[int, ...] = (FULL,)
+    """Every window that some layer has."""
+    has_sinks: bool = False
 
     @property
     def scale(self) -> float:
-        scale: float = self.head_dim**-0.5
+        scale: float = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         return scale
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRule:
+    """What a layer's queries see, where layers differ in it."""
+
+    window: int = FULL
+    """A query sees this many keys at most, its own the last of them; FULL: all of them. One of AttentionGeometry.windows."""
+    sinks: Tensor | None = None
+    """[num_heads] float32: the score of a key that is always seen and has no value (GPT-OSS)."""
+
+
+EVERYTHING = LayerRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +81,9 @@ class AttentionBackend(Protocol[PlanT]):
         """Everything that is the same for all layers of a step. `spans` cover its rows in order: decode first, by growing context."""
         ...
 
-    def attend(self, queries: Tensor, layer: KVLayer, plan: PlanT) -> Tensor:
+    def attend(self, queries: Tensor, layer: KVLayer, plan: PlanT, rule: LayerRule = EVERYTHING) -> Tensor:
         """Causal attention of `queries` [num_tokens, num_heads, head_dim], rotated, over the sequences' blocks in `layer`, which already
-        hold the step's own keys and values.
+        hold the step's own keys and values, as far as `rule` lets them see.
 
         Returns [num_tokens, num_heads * head_dim].
         """

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
+from pd_serve.engine.attention.base import EVERYTHING, FULL, AttentionGeometry, LayerRule, QuerySpan
 from pd_serve.engine.batch import Phase
 from pd_serve.engine.kv_cache import KVLayer
+from pd_serve.errors import ModelError
 
 VarlenKernel = Callable[..., Any]
 """torch.nn.attention.varlen.varlen_attn, or the reference that tests put in its place."""
@@ -45,6 +46,11 @@ class VarlenPlan:
 
 class VarlenAttention:
     def __init__(self, geometry: AttentionGeometry, device: torch.device, kernel: VarlenKernel) -> None:
+        """Raises ModelError where the model needs what the kernel does not compute."""
+        if geometry.softcap:
+            raise ModelError("attention on CUDA does not honour logit softcaps (engine.device = cpu does)")
+        if geometry.has_sinks:
+            raise ModelError("attention on CUDA does not honour attention sinks (engine.device = cpu does)")
         self._geometry = geometry
         self._device = device
         self._kernel = kernel
@@ -53,7 +59,7 @@ class VarlenAttention:
         phases = ([span for span in spans if span.phase is phase] for phase in (Phase.DECODE, Phase.PREFILL))
         return VarlenPlan(tuple(self._plan_call(members) for members in phases if members))
 
-    def attend(self, queries: Tensor, layer: KVLayer, plan: VarlenPlan) -> Tensor:
+    def attend(self, queries: Tensor, layer: KVLayer, plan: VarlenPlan, rule: LayerRule = EVERYTHING) -> Tensor:
         keys, values = layer.slab.unbind(1)
         parts = [
             self._kernel(
@@ -65,7 +71,7 @@ class VarlenAttention:
                 call.max_queries,
                 call.max_context,
                 scale=self._geometry.scale,
-                window_size=(-1, 0),
+                window_size=(-1 if rule.window == FULL else rule.window - 1, 0),
                 enable_gqa=self._geometry.num_heads != self._geometry.num_kv_heads,
                 seqused_k=call.context_lens,
                 block_table=call.block_table,

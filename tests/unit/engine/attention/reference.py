@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
+from pd_serve.engine.attention.base import EVERYTHING, AttentionGeometry, LayerRule, QuerySpan
 from pd_serve.engine.batch import Phase
 from pd_serve.engine.kv_cache import PlainLayer
 from pd_serve.kv.layout import KVDtype, KVLayout
@@ -20,17 +20,23 @@ def layer_of(slab: Tensor) -> PlainLayer:
     return PlainLayer(layout, slab.view(num_blocks * num_planes, -1))
 
 
-def attend(queries: Tensor, slab: Tensor, spans: Sequence[QuerySpan], geometry: AttentionGeometry) -> Tensor:
+def attend(queries: Tensor, slab: Tensor, spans: Sequence[QuerySpan], geometry: AttentionGeometry, rule: LayerRule = EVERYTHING) -> Tensor:
     out = torch.empty(queries.shape, dtype=torch.float64)
     group = geometry.num_heads // geometry.num_kv_heads
     for span in spans:
         for index in range(span.num_queries):
-            positions = range(span.start + index + 1)
+            position = span.start + index
+            positions = range(max(0, position - rule.window + 1) if rule.window else 0, position + 1)
             places = [(span.block_table[p // geometry.block_size], p % geometry.block_size) for p in positions]
             keys, values = (torch.stack([slab[block, half, offset] for block, offset in places]).double() for half in (0, 1))
             for head in range(geometry.num_heads):
                 scores = keys[:, head // group] @ queries[span.first_row + index, head].double() * geometry.scale
-                out[span.first_row + index, head] = torch.softmax(scores, 0) @ values[:, head // group]
+                if geometry.softcap:
+                    scores = torch.tanh(scores / geometry.softcap) * geometry.softcap
+                if rule.sinks is not None:
+                    scores = torch.cat((scores, rule.sinks[head : head + 1].double()))
+                shares = torch.softmax(scores, 0)[: len(places)]
+                out[span.first_row + index, head] = shares @ values[:, head // group]
     return out.flatten(1)
 
 

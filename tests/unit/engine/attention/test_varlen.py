@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
+from typing import cast
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from pd_serve.engine.attention.base import AttentionGeometry, QuerySpan
+from pd_serve.engine.attention.base import AttentionGeometry, LayerRule, QuerySpan
 from pd_serve.engine.attention.varlen import VarlenAttention
 from pd_serve.engine.batch import Phase
+from pd_serve.errors import ModelError
 from tests.unit.engine.attention.reference import attend, layer_of, scattered_spans
 
 P, D = Phase.PREFILL, Phase.DECODE
@@ -27,7 +30,8 @@ def _definition(query: Tensor, key: Tensor, value: Tensor, *positional: object, 
     assert isinstance(lens, Tensor)
     assert isinstance(table, Tensor)
     assert {cumulative.dtype, lens.dtype, table.dtype} == {torch.int32}
-    assert options["window_size"] == (-1, 0)
+    left, right = cast("tuple[int, int]", options["window_size"])
+    assert right == 0
     edges = cumulative.tolist()
     spans = [
         QuerySpan(P, first, int(length) - (past - first), past - first, tuple(row))
@@ -35,7 +39,7 @@ def _definition(query: Tensor, key: Tensor, value: Tensor, *positional: object, 
     ]
     assert max_queries == max(span.num_queries for span in spans)
     assert max_context == max(span.context_len for span in spans)
-    return attend(query, torch.stack((key, value), 1), spans, GEOMETRY).view(query.shape)
+    return attend(query, torch.stack((key, value), 1), spans, GEOMETRY, LayerRule(left + 1)).view(query.shape)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
@@ -58,3 +62,19 @@ def test_torchs_kernel_takes_these_shapes() -> None:
         backend = VarlenAttention(GEOMETRY, torch.device("cpu"), varlen_attn)
         queries, slab = torch.empty(27, 4, 8, dtype=torch.bfloat16), torch.empty(40, 2, 16, 2, 8, dtype=torch.bfloat16)
         assert backend.attend(queries, layer_of(slab), backend.plan(spans)).shape == (27, 32)
+
+
+def test_a_window_counts_the_querys_own_key() -> None:
+    """The kernel's window is of keys before the query's own."""
+    torch.manual_seed(0)
+    spans, rule = scattered_spans(SHAPES, 16, 40), LayerRule(6)
+    slab, queries = torch.randn(40, 2, 16, 2, 8), torch.randn(27, 4, 8)
+    backend = VarlenAttention(GEOMETRY, torch.device("cpu"), _definition)
+    out = backend.attend(queries, layer_of(slab), backend.plan(spans), rule)
+    torch.testing.assert_close(out, attend(queries, slab, spans, GEOMETRY, rule))
+
+
+@pytest.mark.parametrize(("changes", "name"), [({"softcap": 50.0}, "softcap"), ({"has_sinks": True}, "sinks")])
+def test_what_the_kernel_does_not_compute_is_refused_by_name(changes: dict[str, float], name: str) -> None:
+    with pytest.raises(ModelError, match=name):
+        VarlenAttention(replace(GEOMETRY, **changes), torch.device("cpu"), varlen_attn)
