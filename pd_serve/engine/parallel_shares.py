@@ -1,0 +1,42 @@
+"""What one rank of several holds of a model: consecutive query heads, the KV heads they read, and a slice of the MLP. Arithmetic only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pd_serve.engine.model_info import ModelInfo
+from pd_serve.kv.routes import rank_heads
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Of rank `rank` of `num_ranks`. Precondition: the degree is one of degrees(info)."""
+
+    rank: int
+    num_ranks: int
+
+    def of(self, total: int) -> range:
+        """Its part of `total` things that are shared out evenly, in order."""
+        each = total // self.num_ranks
+        return range(self.rank * each, (self.rank + 1) * each)
+
+    def of_kv_heads(self, total: int) -> range:
+        """As `of`; with more ranks than heads, neighbours hold the same one."""
+        return rank_heads(total, self.num_ranks, self.rank)
+
+    @property
+    def is_first(self) -> bool:
+        """It holds what must be counted once: the biases of summed outputs, the head and the sampler."""
+        return self.rank == 0
+
+
+def degrees(info: ModelInfo) -> tuple[int, ...]:
+    """Numbers of ranks that the model can be shared out to, ascending; 1 among them."""
+    num_kv_heads = info.kv_shape.num_heads
+    return tuple(
+        degree
+        for degree in range(1, info.num_heads + 1)
+        if info.num_heads % degree == 0
+        and info.intermediate_size % degree == 0
+        and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
+    )
