@@ -31,7 +31,7 @@ class ModelInfo:
     norm_eps: float
     rope: RopeParams
     max_len: int
-    """Longest prompt + output in tokens that the model was trained for (its sliding window where that is shorter)."""
+    """Longest prompt + output in tokens that the model was trained for."""
     eos_token_ids: tuple[int, ...]
     has_tied_embeddings: bool
     has_qkv_bias: bool
@@ -42,6 +42,8 @@ class ModelInfo:
     """Type the checkpoint says it is in, such as `bfloat16`; empty where it does not say."""
     fingerprint: str
     """Equal for equal models (see Checkpoint.fingerprint): workers exchange KV only when it is."""
+    layer_windows: tuple[int, ...] = ()
+    """By layer: how many keys a query sees at most, its own included; 0: all. Empty: no layer has a window."""
 
     @property
     def kv_shape(self) -> KVShape:

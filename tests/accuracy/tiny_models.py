@@ -54,6 +54,8 @@ TINY_MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
     "qwen2-yarn": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES, rope_parameters=_YARN)),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=32)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=None)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=70)),
+    "qwen2-window": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=48, max_window_layers=1)),
     "mistral-mha": lambda: MistralForCausalLM(MistralConfig(**{**_SIZES, "num_key_value_heads": 4}, sliding_window=4096)),
 }
 

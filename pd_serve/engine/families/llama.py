@@ -58,7 +58,7 @@ def read_common(config: ConfigJson, architecture: str, family: LlamaTraits) -> M
         vocab_size=config.integer("vocab_size"),
         norm_eps=config.number("rms_norm_eps", 1e-6),
         rope=RopeParams.from_config(config, trained_len),
-        max_len=min(trained_len, _sliding_window(config) or trained_len),
+        max_len=trained_len,
         eos_token_ids=(),
         has_tied_embeddings=config.boolean("tie_word_embeddings", False),
         has_qkv_bias=attention_bias if family.qkv_bias is None else family.qkv_bias,
@@ -67,6 +67,7 @@ def read_common(config: ConfigJson, architecture: str, family: LlamaTraits) -> M
         has_qk_norm=family.has_qk_norm,
         dtype=config.text("dtype", config.text("torch_dtype", "")),
         fingerprint="",
+        layer_windows=read_layer_windows(config),
     )
 
 
@@ -78,19 +79,20 @@ def refuse_unsupported(config: ConfigJson, architecture: str) -> None:
         raise ModelError(f"{config.path}: partial rotary embedding is not supported")
 
 
-def _sliding_window(config: ConfigJson) -> int:
-    """Tokens after which a sliding window would begin to hide keys; 0 where none does.
-
-    Within its window a model with sliding attention equals one without, so such a model is served up to the window.
-    """
+def read_layer_windows(config: ConfigJson) -> tuple[int, ...]:
+    """As ModelInfo.layer_windows. Raises ModelError for layers that are no causal attention."""
+    num_layers = config.integer("num_hidden_layers")
     layer_types = config.texts("layer_types")
     if layer_types:
         unknown = sorted(set(layer_types) - {"full_attention", "sliding_attention"})
         if unknown:
             raise ModelError(f"{config.path}: layers of type {', '.join(unknown)} are not supported")
-        slides = "sliding_attention" in layer_types
+        if len(layer_types) != num_layers:
+            raise ModelError(f"{config.path}: {len(layer_types)} layer_types for {num_layers} layers")
+        slides = [kind == "sliding_attention" for kind in layer_types]
     else:
         # Qwen says so by a flag (and slides from layer `max_window_layers` on); Mistral's window alone says it.
-        num_layers = config.integer("num_hidden_layers")
-        slides = config.boolean("use_sliding_window", True) and config.integer("max_window_layers", 0) < num_layers
-    return config.integer("sliding_window", 0) if slides else 0
+        first = config.integer("max_window_layers", 0) if config.boolean("use_sliding_window", True) else num_layers
+        slides = [layer >= first for layer in range(num_layers)]
+    window = config.integer("sliding_window", 0)
+    return tuple(window if does_slide else 0 for does_slide in slides) if window and any(slides) else ()

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pd_serve.engine.attention.base import AttentionBackend, PlanT
+from pd_serve.engine.attention.base import FULL, AttentionBackend, LayerRule, PlanT
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.linear import Linear, LinearFactory
 from pd_serve.engine.model_info import ModelInfo
@@ -46,6 +46,7 @@ class LlamaModel(Generic[PlanT]):
         self._info = info
         self._rotary = rotary
         self._attention = attention
+        self._rules = tuple(LayerRule(window) for window in info.layer_windows or (FULL,) * info.num_layers)
         self._embedding = weights.get("model.embed_tokens.weight", (info.vocab_size, info.hidden_size))
         linears = LinearFactory()
         self._layers = tuple(_load_layer(info, weights, linears, index) for index in range(info.num_layers))
@@ -71,7 +72,7 @@ class LlamaModel(Generic[PlanT]):
             cache.write(index, rows, heads[:, info.num_heads :])
             if on_layer is not None:
                 on_layer(index)
-            attended = self._attention.attend(heads[: inputs.num_tokens, : info.num_heads], cache.layer(index), plan)
+            attended = self._attention.attend(heads[: inputs.num_tokens, : info.num_heads], cache.layer(index), plan, self._rules[index])
             if num_rows != inputs.num_tokens:
                 attended = torch.cat((attended, attended))
             hidden = hidden + layer.output(attended, num_decode)

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from pd_serve.engine.attention.base import AttentionBackend, AttentionGeometry
+from pd_serve.engine.attention.base import FULL, AttentionBackend, AttentionGeometry
 from pd_serve.engine.attention.registry import attention_for
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.model_info import ModelInfo
@@ -35,7 +35,12 @@ def build_model(
 
     Raises ModelError where a tensor is missing or has another shape than `info` says.
     """
-    geometry = AttentionGeometry(info.num_heads, info.num_kv_heads, info.head_dim, block_size, max_len)
+    geometry = AttentionGeometry(info.num_heads, info.num_kv_heads, info.head_dim, block_size, max_len, windows=windows_of(info))
     attention = attention_for(geometry, dtype, device)
     rotary = RotaryTable(info.rope, info.head_dim, max_len, dtype, device)
     return LlamaModel(info, weights, rotary, attention), attention
+
+
+def windows_of(info: ModelInfo) -> tuple[int, ...]:
+    """Every window that some layer has."""
+    return tuple(sorted(set(info.layer_windows))) or (FULL,)

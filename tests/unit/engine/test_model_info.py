@@ -63,20 +63,20 @@ def test_what_is_not_honoured_is_refused_in_one_line(changes: dict[str, object],
 
 
 @pytest.mark.parametrize(
-    ("changes", "max_len"),
+    ("changes", "windows"),
     [
-        ({"sliding_window": 64}, 64),
-        ({"sliding_window": 4096}, 256),
-        ({"sliding_window": 64, "use_sliding_window": False}, 256),
-        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, 256),
-        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, 64),
-        ({"sliding_window": 64, "layer_types": ["full_attention"] * 2}, 256),
-        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, 64),
-        ({"sliding_window": None}, 256),
+        ({"sliding_window": 64}, (64, 64)),
+        ({"sliding_window": 64, "use_sliding_window": False}, ()),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 2}, ()),
+        ({"sliding_window": 64, "use_sliding_window": True, "max_window_layers": 1}, (0, 64)),
+        ({"sliding_window": 64, "layer_types": ["full_attention"] * 2}, ()),
+        ({"sliding_window": 64, "layer_types": ["full_attention", "sliding_attention"]}, (0, 64)),
+        ({"sliding_window": None}, ()),
     ],
 )
-def test_a_model_with_sliding_attention_is_served_up_to_its_window(changes: dict[str, object], max_len: int, tmp_path: Path) -> None:
-    assert _describe(tmp_path, **changes).max_len == max_len
+def test_each_layer_has_its_window(changes: dict[str, object], windows: tuple[int, ...], tmp_path: Path) -> None:
+    info = _describe(tmp_path, **changes)
+    assert (info.layer_windows, info.max_len) == (windows, 256)
 
 
 def test_rope_is_read_in_both_spellings(tmp_path: Path) -> None:
