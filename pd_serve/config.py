@@ -44,6 +44,7 @@ class KVConfig(Section):
 
 class EngineConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="Where the model runs")
+    tp: int = Field(1, ge=1, description="Ranks that share one model out by heads (tensor parallelism), each a process with its own device")
     threads: int = Field(0, ge=0, description="Compute threads (OMP_NUM_THREADS); 0: cores divided among the workers on this machine")
     cpu_affinity: str = Field("", description="Cores to pin the worker to, such as `0` or `2-5`; empty: no pinning")
     max_batch_tokens: int = Field(512, ge=1, description="Token budget of one step: decode tokens first, then prefill chunks")

@@ -1,8 +1,9 @@
 """From a model folder and the config to a ready ModelRunner, in two moves so that the KV pool can be allocated between them.
 
-plan = plan_engine(path, config)                  cheap: reads config.json and safetensors headers
+group = open_group(...)                                  only where several ranks share the model
+plan = plan_engine(path, config, group)                  cheap: reads config.json and safetensors headers
 region = transport.allocate_pool(plan.layout.pool_nbytes)
-runner = load_runner(plan, region.buffer, clock)  reads the weights
+runner = load_runner(plan, region.buffer, clock, group=group)  reads the rank's share of the weights
 """
 
 from __future__ import annotations
@@ -23,11 +24,14 @@ from pd_serve.engine.families.registry import describe
 from pd_serve.engine.kv_cache import open_kv_cache
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.registry import build_model
+from pd_serve.engine.models.settings import BuildSettings
+from pd_serve.engine.parallel import Collective, SingleRank, check_degree
 from pd_serve.engine.runner import ModelRunner
 from pd_serve.engine.sampler import Sampler
 from pd_serve.engine.weights import CheckpointWeights, RandomWeights, WeightSource
 from pd_serve.errors import ConfigError
 from pd_serve.kv.layout import KVDtype, KVLayout, KVOrder
+from pd_serve.kv.routes import rank_heads
 
 _RANDOM_SEED = 0
 """Of load_format `random`: every worker must draw the same weights."""
@@ -40,24 +44,35 @@ class EnginePlan:
     path: Path
     info: ModelInfo
     layout: KVLayout
+    """Equal on all ranks."""
     dtype: torch.dtype
     """Of weights and activations; KV is of the same or of a smaller one."""
     device: torch.device
     max_len: int
     """Longest prompt + output served, tokens."""
+    rank: int
+    num_ranks: int
+    """That share the model out: `layout` is of one of them, `info` of the whole."""
     has_random_weights: bool
 
 
-def plan_engine(path: Path, config: Config) -> EnginePlan:
-    """Raises ModelError for a model that cannot be served, ConfigError for settings that do not fit it or this machine."""
+def plan_engine(path: Path, config: Config, group: Collective | None = None) -> EnginePlan:
+    """`group`: of engine.tp ranks, which must all call this; None: one rank.
+
+    Raises ModelError for a model that cannot be served, ConfigError for settings that do not fit it or this machine.
+    """
+    group = group or SingleRank()
+    if config.engine.tp != group.num_ranks:
+        raise ConfigError(f"engine.tp is {config.engine.tp}, but there are {group.num_ranks} ranks")
     is_random = config.model.load_format == "random"
     info = describe(path, has_weights=not is_random)
     if config.model.max_len > info.max_len:
         raise ConfigError(f"model.max_len {config.model.max_len} is beyond the model's {info.max_len} tokens")
+    check_degree(info, group.num_ranks)
     device = _device(config.engine.device)
     layout = KVLayout(
         num_layers=info.num_layers,
-        num_kv_heads=info.kv_shape.num_heads,
+        num_kv_heads=len(rank_heads(info.kv_shape.num_heads, group.num_ranks, group.rank)),
         head_dim=info.kv_shape.head_dim,
         block_size=config.kv.block_size,
         num_blocks=1,
@@ -66,7 +81,11 @@ def plan_engine(path: Path, config: Config) -> EnginePlan:
         order=KVOrder(config.kv.order),
     )
     dtype = torch_dtype(config.model.dtype)
-    num_blocks = config.kv.num_blocks or _pool_budget_nbytes(config.kv, info, dtype, device) // layout.pool_nbytes
+    num_blocks = config.kv.num_blocks
+    if not num_blocks:
+        budget_nbytes = _pool_budget_nbytes(config.kv, _num_parameters(info) // group.num_ranks, dtype, device)
+        # GPUs may differ in what is free; blocks have the same numbers on all ranks.
+        num_blocks = group.minimum(budget_nbytes // layout.pool_nbytes)
     if num_blocks < 1:
         raise ConfigError(f"the KV pool has no room for a single block of {layout.pool_nbytes} bytes")
     return EnginePlan(
@@ -76,16 +95,22 @@ def plan_engine(path: Path, config: Config) -> EnginePlan:
         dtype=dtype,
         device=device,
         max_len=config.model.max_len or info.max_len,
+        rank=group.rank,
+        num_ranks=group.num_ranks,
         has_random_weights=is_random,
     )
 
 
-def load_runner(plan: EnginePlan, buffer: memoryview | None, clock: Clock, extra_nbytes: int = 0) -> ModelRunner[Any]:
-    """Read the weights and build the runner over `buffer` (the region that the transport allocated; None: memory of its own, with
-    `extra_nbytes` behind the pool).
+def load_runner(
+    plan: EnginePlan, buffer: memoryview | None, clock: Clock, extra_nbytes: int = 0, group: Collective | None = None
+) -> ModelRunner[Any]:
+    """Read the rank's weights and build the runner over `buffer` (the region that the transport allocated; None: memory of its own, with
+    `extra_nbytes` behind the pool). `group`: the one that the plan was made with, which stays the caller's to close.
 
     Call on the engine thread. Raises ModelError, ConfigError.
     """
+    group = group or SingleRank()
+    assert (plan.rank, plan.num_ranks) == (group.rank, group.num_ranks), "the plan was made for another group"
     info, device, dtype = plan.info, plan.device, plan.dtype
     cache = open_kv_cache(plan.layout, buffer, device, dtype, extra_nbytes)
     weights: WeightSource
@@ -94,8 +119,10 @@ def load_runner(plan: EnginePlan, buffer: memoryview | None, clock: Clock, extra
     else:
         weights = CheckpointWeights(Checkpoint.open(plan.path), dtype, device)
     with torch.inference_mode():
-        model, attention = build_model(info, weights, plan.layout.block_size, plan.max_len, dtype, device)
-    return ModelRunner(model, attention, cache, Sampler(info.eos_token_ids), device, clock)
+        settings = BuildSettings(plan.layout.block_size, plan.max_len, dtype, device, group)
+        model, attention = build_model(info, weights, settings)
+    sampler = Sampler(info.eos_token_ids) if settings.share.is_first else None
+    return ModelRunner(model, attention, cache, sampler, device, clock)
 
 
 def _device(name: str) -> torch.device:
@@ -106,11 +133,11 @@ def _device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _pool_budget_nbytes(kv: KVConfig, info: ModelInfo, dtype: torch.dtype, device: torch.device) -> int:
+def _pool_budget_nbytes(kv: KVConfig, num_parameters: int, dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cpu":
         return kv.memory_bytes
     free_nbytes, _ = torch.cuda.mem_get_info(device)
-    return math.floor(kv.gpu_memory_fraction * free_nbytes) - _num_parameters(info) * dtype.itemsize
+    return math.floor(kv.gpu_memory_fraction * free_nbytes) - num_parameters * dtype.itemsize
 
 
 def _num_parameters(info: ModelInfo) -> int:

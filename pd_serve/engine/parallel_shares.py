@@ -30,6 +30,11 @@ class Share:
         return self.rank == 0
 
 
+def scaled(heads: range, head_dim: int) -> range:
+    """The elements that the heads take up among those of all heads."""
+    return range(heads.start * head_dim, heads.stop * head_dim)
+
+
 def degrees(info: ModelInfo) -> tuple[int, ...]:
     """Numbers of ranks that the model can be shared out to, ascending; 1 among them."""
     num_kv_heads = info.kv_shape.num_heads

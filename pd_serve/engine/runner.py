@@ -7,6 +7,7 @@ batch are written (on CUDA: enqueued, with an event recorded) and before that la
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Generic
 
 import torch
@@ -29,10 +30,11 @@ class ModelRunner(Generic[PlanT]):
         model: DecoderModel[PlanT],
         attention: AttentionBackend[PlanT],
         cache: PagedCache,
-        sampler: Sampler,
+        sampler: Sampler | None,
         device: torch.device,
         clock: Clock,
     ) -> None:
+        """`sampler`: None on a rank that computes its share for the first one, which samples."""
         self.cache = cache
         self.layer_events = LayerEvents(cache.layout.num_layers) if device.type == "cuda" else None
         """On CUDA: when each layer's KV of the last step is really in memory. None on CPU, where it is when on_layer is called."""
@@ -45,14 +47,18 @@ class ModelRunner(Generic[PlanT]):
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepResult:
         """Compute the batch, write its KV, sample. `on_layer(i)` is called for every layer in order when batch.has_push.
 
-        Block tables must name blocks of the pool that no other entry writes. Raises EngineError when the logits are not finite.
+        With several ranks each must execute the same batches in the same order; only the first one's result has tokens.
+        Block tables must name blocks of the pool that no other entry writes. Raises EngineError when the logits are not finite or another
+        rank is gone.
         """
         started_at = self._clock.now()
         inputs = build_step_inputs(batch.entries, self.cache.layout.block_size, self._device)
+        if self._sampler is None:
+            inputs = replace(inputs, sampled_rows=inputs.sampled_rows[:0], sampled_entries=())
         with torch.inference_mode():
             logits = self.forward(inputs, on_layer if batch.has_push else None)
             specs = [batch.entries[index].sample for index in inputs.sampled_entries]
-            choices = self._sampler.sample(logits, [spec for spec in specs if spec is not None])
+            choices = self._sampler.sample(logits, [spec for spec in specs if spec is not None]) if self._sampler is not None else []
         by_entry = dict(zip(inputs.sampled_entries, choices, strict=True))
         sampled = tuple(
             SampledToken(batch.entries[index].attempt_id, by_entry[index].token_id, by_entry[index].logprobs) for index in sorted(by_entry)

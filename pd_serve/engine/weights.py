@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -14,14 +15,28 @@ from pd_serve.engine.checkpoint import Checkpoint
 from pd_serve.errors import ModelError
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What a rank takes of a tensor: a run of indices along one dimension (0: outputs of a matrix, 1: its inputs)."""
+
+    dim: int
+    indices: range
+
+    def slices(self) -> tuple[slice, ...]:
+        return (*(slice(None),) * self.dim, slice(self.indices.start, self.indices.stop))
+
+
 class WeightSource(Protocol):
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """The tensor in the engine's dtype on its device. Raises ModelError where it is missing or has another shape."""
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
+        """The tensor, or `part` of it, in the engine's dtype on its device; `shape` is that of the whole tensor in any case.
+
+        Raises ModelError where it is missing or has another shape.
+        """
         ...
 
 
 class CheckpointWeights:
-    """Reads one tensor at a time from safetensors; opened files stay open until the object goes."""
+    """Reads one tensor at a time from safetensors, of a part only its own bytes; opened files stay open until the object goes."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device) -> None:
         self._checkpoint = checkpoint
@@ -29,7 +44,7 @@ class CheckpointWeights:
         self._device = device
         self._open: dict[Path, safe_open] = {}
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         entry = self._checkpoint.tensors.get(name)
         if entry is None:
             raise ModelError(f"{self._checkpoint.path} has no tensor {name}")
@@ -38,23 +53,30 @@ class CheckpointWeights:
         try:
             if entry.file not in self._open:
                 self._open[entry.file] = safe_open(entry.file, framework="pt")
-            tensor: Tensor = self._open[entry.file].get_tensor(name)  # type: ignore[no-untyped-call]
+            file = self._open[entry.file]
+            tensor: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part.slices()]  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {name} from {entry.file}: {error}") from error
         return tensor.to(device=self._device, dtype=self._dtype)
 
 
 class RandomWeights:
-    """Normal weights of deviation 0.02, norms of one; equal in every process that uses the seed: a tensor is drawn from (seed, name)."""
+    """Normal weights of deviation 0.02, norms of one; equal in every process that uses the seed: a tensor is drawn from (seed, name).
+
+    A part is cut out of the whole tensor, so that ranks together hold what one rank would.
+    """
 
     def __init__(self, seed: int, dtype: torch.dtype, device: torch.device) -> None:
         self._seed = seed
         self._dtype = dtype
         self._device = device
 
-    def get(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
         if name.endswith("norm.weight"):
-            return torch.ones(shape, dtype=self._dtype, device=self._device)
-        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        return torch.empty(shape).normal_(0.0, 0.02, generator=generator).to(device=self._device, dtype=self._dtype)
+            whole = torch.ones(shape, dtype=self._dtype, device=self._device)
+        else:
+            digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+            whole = torch.empty(shape).normal_(0.0, 0.02, generator=generator)
+        tensor = whole if part is None else whole[part.slices()].clone()
+        return tensor.to(device=self._device, dtype=self._dtype)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from pd_serve.engine.attention.base import FULL, AttentionBackend, AttentionGeometry
 from pd_serve.engine.attention.registry import attention_for
+from pd_serve.engine.families import phi3
+from pd_serve.engine.families.gemma3 import Gemma3Info
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.llama import LayerHook, LlamaModel
 from pd_serve.engine.models.rotary import RotaryTable
+from pd_serve.engine.models.settings import BuildSettings
 from pd_serve.engine.step_inputs import StepInputs
 from pd_serve.engine.weights import WeightSource
 
@@ -24,8 +27,17 @@ class DecoderModel(Protocol[PlanT_contra]):
 
     def forward(self, inputs: StepInputs, cache: PagedCache, plan: PlanT_contra, on_layer: LayerHook | None) -> Tensor:
         """Write the step's KV into `cache`, calling `on_layer` for every layer between that and its attention; return logits of the
-        sampled rows, [num_sampled, vocab_size], in row order."""
+        sampled rows, [num_sampled, vocab_size], in row order; with several ranks, all of them call it, and only the first may ask for
+        rows."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSettings:
+    block_size: int
+    max_len: int
+    dtype: torch.dtype
+    device: torch.device
 
 
 def build_model(
@@ -35,12 +47,30 @@ def build_model(
 
     Raises ModelError where a tensor is missing or has another shape than `info` says.
     """
-    geometry = AttentionGeometry(info.num_heads, info.num_kv_heads, info.head_dim, block_size, max_len, windows=windows_of(info))
-    attention = attention_for(geometry, dtype, device)
+    settings = BuildSettings(block_size, max_len, dtype, device)
+    if isinstance(info, Gemma3Info):
+        return _build_gemma3(info, weights, settings)
+    if info.architecture in phi3.ARCHITECTURES:
+        from pd_serve.engine.models.phi3 import SplitWeights
+
+        weights = SplitWeights(info, weights)
+    attention = attention_for(geometry_of(info, settings), dtype, device)
     rotary = RotaryTable(info.rope, info.head_dim, max_len, dtype, device)
     return LlamaModel(info, weights, rotary, attention), attention
 
 
-def windows_of(info: ModelInfo) -> tuple[int, ...]:
-    """Every window that some layer has."""
-    return tuple(sorted(set(info.layer_windows))) or (FULL,)
+def geometry_of(info: ModelInfo, settings: BuildSettings) -> AttentionGeometry:
+    """Of grouped-query attention with the windows that `info` names."""
+    windows = tuple(sorted(set(info.layer_windows))) or (FULL,)
+    return AttentionGeometry(info.num_heads, info.num_kv_heads, info.head_dim, settings.block_size, settings.max_len, windows=windows)
+
+
+def _build_gemma3(info: Gemma3Info, weights: WeightSource, settings: BuildSettings) -> tuple[DecoderModel[Any], AttentionBackend[Any]]:
+    from pd_serve.engine.models.gemma3 import Gemma3Model
+
+    attention = attention_for(replace(geometry_of(info, settings), query_scale=info.query_scale), settings.dtype, settings.device)
+    rotaries = (
+        RotaryTable(info.rope, info.head_dim, settings.max_len, settings.dtype, settings.device),
+        RotaryTable(info.local_rope, info.head_dim, settings.max_len, settings.dtype, settings.device),
+    )
+    return Gemma3Model(info, weights, rotaries, attention), attention

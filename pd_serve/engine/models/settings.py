@@ -1,0 +1,25 @@
+"""How a model is built, whatever its family."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pd_serve.engine.parallel import Collective
+from pd_serve.engine.parallel_shares import Share
+
+
+@dataclass(frozen=True, slots=True)
+class BuildSettings:
+    block_size: int
+    max_len: int
+    """Longest prompt + output, tokens."""
+    dtype: torch.dtype
+    device: torch.device
+    group: Collective
+    """The ranks among which the model is shared out."""
+
+    @property
+    def share(self) -> Share:
+        return Share(self.group.rank, self.group.num_ranks)
