@@ -8,10 +8,14 @@ from typing import Any
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -43,6 +47,16 @@ _LLAMA3 = _rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
 _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=256)
 _LINEAR = _rope("linear", factor=2.0)
 
+_GEMMA3: dict[str, Any] = {
+    **_SIZES,
+    "head_dim": 32,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 40,
+    "sliding_window": 33,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
+}
+
 TINY_MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
     "llama-tied-biased": lambda: LlamaForCausalLM(
@@ -56,6 +70,12 @@ TINY_MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
     "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=None)),
     "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=70)),
     "qwen2-window": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=48, max_window_layers=1)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES)),
+    "phi3-window": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES, sliding_window=90)),
+    "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_GEMMA3)),
+    "gemma3-softcap": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**{**_GEMMA3, "tie_word_embeddings": False}, final_logit_softcapping=3.0, attention_bias=True)
+    ),
     "mistral-mha": lambda: MistralForCausalLM(MistralConfig(**{**_SIZES, "num_key_value_heads": 4}, sliding_window=4096)),
 }
 

@@ -75,7 +75,7 @@ def refuse_unsupported(config: ConfigJson, architecture: str) -> None:
     activation = config.text("hidden_act", "silu")
     if activation != "silu":
         raise ModelError(f"{config.path}: activation {activation} is not supported in {architecture} (silu is)")
-    if config.number("partial_rotary_factor", 1.0) != 1.0:
+    if any(section.number("partial_rotary_factor", 1.0) != 1.0 for section in (config, config.section("rope_parameters"))):
         raise ModelError(f"{config.path}: partial rotary embedding is not supported")
 
 

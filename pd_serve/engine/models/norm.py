@@ -19,11 +19,12 @@ class RMSNorm:
     the same in a kernel's vector loop and in its scalar tail: it must not depend on how many rows there are.
     """
 
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        """`weight` [..., size]: one vector, or one per head. Results are of its dtype."""
+    def __init__(self, weight: Tensor, eps: float, offset: float = 0.0) -> None:
+        """`weight` [..., size]: one vector, or one per head. Results are of its dtype. `offset` is added to it in float32 (Gemma stores
+        weights less one)."""
         size = weight.shape[-1]
         self._dtype = weight.dtype
-        self._scaled_weight = weight.float() * math.sqrt(size)
+        self._scaled_weight = (weight.float() + offset) * math.sqrt(size)
         self._floor = torch.tensor(size * eps, dtype=torch.float32, device=weight.device)
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
@@ -32,37 +32,32 @@ class DecoderModel(Protocol[PlanT_contra]):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class BuildSettings:
-    block_size: int
-    max_len: int
-    dtype: torch.dtype
-    device: torch.device
-
-
-def build_model(
-    info: ModelInfo, weights: WeightSource, block_size: int, max_len: int, dtype: torch.dtype, device: torch.device
-) -> tuple[DecoderModel[Any], AttentionBackend[Any]]:
-    """The model, and the attention that plans its steps.
+def build_model(info: ModelInfo, weights: WeightSource, settings: BuildSettings) -> tuple[DecoderModel[Any], AttentionBackend[Any]]:
+    """The rank's part of the model, and the attention that plans its steps.
 
     Raises ModelError where a tensor is missing or has another shape than `info` says.
     """
-    settings = BuildSettings(block_size, max_len, dtype, device)
     if isinstance(info, Gemma3Info):
         return _build_gemma3(info, weights, settings)
     if info.architecture in phi3.ARCHITECTURES:
         from pd_serve.engine.models.phi3 import SplitWeights
 
         weights = SplitWeights(info, weights)
-    attention = attention_for(geometry_of(info, settings), dtype, device)
-    rotary = RotaryTable(info.rope, info.head_dim, max_len, dtype, device)
-    return LlamaModel(info, weights, rotary, attention), attention
+    attention = attention_for(geometry_of(info, settings), settings.dtype, settings.device)
+    rotary = RotaryTable(info.rope, info.head_dim, settings.max_len, settings.dtype, settings.device)
+    return LlamaModel(info, weights, rotary, attention, settings.group), attention
 
 
 def geometry_of(info: ModelInfo, settings: BuildSettings) -> AttentionGeometry:
-    """Of grouped-query attention with the windows that `info` names."""
-    windows = tuple(sorted(set(info.layer_windows))) or (FULL,)
-    return AttentionGeometry(info.num_heads, info.num_kv_heads, info.head_dim, settings.block_size, settings.max_len, windows=windows)
+    """Of the rank's heads, with the windows that `info` names."""
+    return AttentionGeometry(
+        num_heads=len(settings.share.of(info.num_heads)),
+        num_kv_heads=len(settings.share.of_kv_heads(info.num_kv_heads)),
+        head_dim=info.head_dim,
+        block_size=settings.block_size,
+        max_len=settings.max_len,
+        windows=tuple(sorted(set(info.layer_windows))) or (FULL,),
+    )
 
 
 def _build_gemma3(info: Gemma3Info, weights: WeightSource, settings: BuildSettings) -> tuple[DecoderModel[Any], AttentionBackend[Any]]:
