@@ -7,7 +7,6 @@ from typing import TypeVar
 from pd_serve.engine.batch import Batch, SampledToken, StepResult
 from pd_serve.engine.scheduler import SchedulerSettings
 from pd_serve.ids import AttemptId, Epoch, Incarnation, LeaseId, LinkId, PeerId, RouterId, WorkerId
-from pd_serve.kv.digest import KVDigest
 from pd_serve.kv.layout import KVDtype, KVLayout
 from pd_serve.protocol.link import Lease, Open, PeerInfo, Peers, Prefill, Role, Target, WorkerFrame
 from pd_serve.protocol.notify import Completed
@@ -54,13 +53,7 @@ DECODE = peer_info("decode", Role.DECODE)
 class Worker:
     """A WorkerMachine with one open link, and the time."""
 
-    def __init__(
-        self,
-        info: PeerInfo,
-        headroom_tokens: int = 4,
-        prefill_chunk: int = 0,
-        kv_digest: KVDigest | None = None,
-    ) -> None:
+    def __init__(self, info: PeerInfo, headroom_tokens: int = 4, prefill_chunk: int = 0) -> None:
         settings = MachineSettings(
             info=info,
             vocab_size=100,
@@ -73,7 +66,6 @@ class Worker:
             rejoin_after_s=1.0,
             load_interval_s=0.1,
             heartbeat_s=1000.0,
-            kv_digest=kv_digest,
         )
         scheduler = SchedulerSettings(64, 8, prefill_chunk, frozenset({EOS}), settings.max_model_len)
         self.now = 100.0

@@ -108,10 +108,10 @@ MUTATIONS: dict[str, Mutation] = {
         _ROUTER + "test_serving.py::test_usage_shows_cached_tokens_within_the_prompt",
     ),
     "wrong-kv-digest-taken": Mutation(
-        "workers/decode/machine.py",
-        "if digest is not None and digest(",
-        "if digest is None and digest(",
-        _WORKERS + "test_decode_machine.py::test_a_verifying_worker_takes_only_kv_whose_digest_is_that_of_its_own_bytes",
+        "workers/decode/arrivals.py",
+        "if lease.claimed % 2**64 != _as_int(digest_in_place(",
+        "if 0 == _as_int(digest_in_place(",
+        _WORKERS + "test_arrivals.py::test_a_changed_byte_is_damage",
     ),
     "attempt-ids-used-again": Mutation(
         "router/dispatcher.py",

@@ -62,6 +62,8 @@ class NoticeArrived:
 
     peer: PeerId
     notice: NoticeUnion
+    damage: str = ""
+    """Why the KV that a Completed speaks of is not what its writer sent, where this worker verifies transfers."""
 
 
 @dataclass(frozen=True, slots=True)

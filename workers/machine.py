@@ -16,7 +16,7 @@ import msgspec
 
 from pd_serve.engine.scheduler import Scheduler, SchedulerSettings
 from pd_serve.engine.sequence import Sequence, SequenceKind
-from pd_serve.ids import Epoch, LinkId, PeerId
+from pd_serve.ids import Epoch, LinkId
 from pd_serve.kv.block_pool import BlockPool
 from pd_serve.kv.lease import LeaseTable
 from pd_serve.protocol.link import (
@@ -37,7 +37,7 @@ from pd_serve.protocol.link import (
     Refused,
     RouterFrame,
 )
-from pd_serve.protocol.notify import Abandon, Completed, NoticeUnion, Quiesced
+from pd_serve.protocol.notify import Abandon, Completed, Quiesced
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from workers.decode.machine import DecodeMachine
 from workers.events import (
@@ -158,8 +158,8 @@ class WorkerMachine:
                 return self._on_frame(link_id, frame, now) if link_id in self._links else []
             case TransportReported(report):
                 return self._on_report(report, now)
-            case NoticeArrived(peer, notice):
-                return self._on_notice(peer, notice, now)
+            case NoticeArrived():
+                return self._on_notice(event, now)
             case FlushDone():
                 return self.prefill.on_flush(event)
             case WindowOpened(lease_id):
@@ -225,10 +225,11 @@ class WorkerMachine:
                 return []
         assert_never(report)
 
-    def _on_notice(self, peer: PeerId, notice: NoticeUnion, now: float) -> list[Action]:
+    def _on_notice(self, event: NoticeArrived, now: float) -> list[Action]:
+        peer, notice = event.peer, event.notice
         match notice:
             case Completed():
-                return self.decode.on_completed(peer, notice, now)
+                return self.decode.on_completed(peer, notice, now, event.damage)
             case Quiesced():
                 return self.decode.on_quiesced(peer, notice, now)
             case Abandon():

@@ -25,7 +25,6 @@ from pd_serve.cores import parse_cores, thread_env
 from pd_serve.engine.scheduler import SchedulerSettings
 from pd_serve.errors import ConfigError, PdServeError
 from pd_serve.ids import new_epoch
-from pd_serve.kv.digest import HostKVDigest, KVDigest
 from pd_serve.model_store import resolve_model
 from pd_serve.observe import setup_logging
 from pd_serve.protocol.link import Fatal, PeerInfo, RankReady, Welcome
@@ -38,6 +37,7 @@ from workers.front_socket import FrontSocket
 from workers.host_identity import host_id
 from workers.inbox import Inbox
 from workers.machine import WorkerMachine
+from workers.rank_group import RankGroup
 from workers.rank_spec import RankSpec
 from workers.settings import MachineSettings, pool_limited_len
 from workers.transport_commands import AllocatePool, RegisterPool, TransportReady, UsePacker
@@ -101,7 +101,11 @@ class Rank:
         folder = resolve_model(config.model.id, config.model.cache_dir, _log_progress)
         plan = _plan(folder, config)
         transport = TransportThread(
-            transport_factory(config.transport.name), self._transport_settings(), self._inbox.put, num_traces=config.observe.trace_requests
+            transport_factory(config.transport.name),
+            self._transport_settings(),
+            self._inbox.put,
+            num_traces=config.observe.trace_requests,
+            verify=config.transport.verify,
         )
         self._engine.start()
         ready, runner = self._open(plan, transport)
@@ -116,11 +120,12 @@ class Rank:
             self._clock.now() - started_at,
         )
         welcome = self._welcome(plan, ready)
-        machine = self._machine(plan, welcome, self._kv_digest(plan, ready))
+        machine = self._machine(plan, welcome)
         events = runner.layer_events
         transport.submit(self._packer(plan, runner))
         self._engine.serve(runner, LayerHook(transport.submit, None if events is None else events.wait))
-        parts = RankParts(self._front, self._inbox, self._engine, transport)
+        group = RankGroup(welcome.info.num_ranks, welcome.info.num_model_kv_heads)
+        parts = RankParts(self._front, self._inbox, self._engine, transport, group)
         loop = ControlLoop(machine, parts, config.worker.report_interval_s, self._clock)
         # What lives from here on until the end would only be looked through again by every collection.
         gc.collect()
@@ -186,14 +191,7 @@ class Rank:
             rank_pids=(os.getpid(),),
         )
 
-    def _kv_digest(self, plan: EnginePlan, ready: TransportReady) -> KVDigest | None:
-        if not self._config.transport.verify:
-            return None
-        if ready.region.buffer is None:
-            raise ConfigError("transport.verify reads KV in host memory; turn it off where the pool is on a GPU")
-        return HostKVDigest(plan.layout, ready.region.buffer)
-
-    def _machine(self, plan: EnginePlan, welcome: Welcome, kv_digest: KVDigest | None) -> WorkerMachine:
+    def _machine(self, plan: EnginePlan, welcome: Welcome) -> WorkerMachine:
         config = self._config
         settings = MachineSettings(
             info=welcome.info,
@@ -208,7 +206,6 @@ class Rank:
             load_interval_s=config.worker.load_interval_s,
             heartbeat_s=config.worker.report_interval_s,
             max_packing_nbytes=config.transport.staging_slot_bytes,
-            kv_digest=kv_digest,
         )
         scheduler = SchedulerSettings(
             max_batch_tokens=config.engine.max_batch_tokens,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pd_serve.ids import PeerId
-from pd_serve.kv.digest import KVDigest
 from pd_serve.kv.layout import KVLayout
 from pd_serve.kv.routes import Route, plan_routes
 from pd_serve.protocol.link import PeerInfo
@@ -30,8 +29,6 @@ class MachineSettings:
     """Longest silence between two load frames on a link."""
     max_packing_nbytes: int = 1 << 18
     """Packed bytes of one layer that are staged together."""
-    kv_digest: KVDigest | None = None
-    """Set: transfers carry a digest of their bytes (prefill) and must (decode)."""
 
     @property
     def self_id(self) -> PeerId:

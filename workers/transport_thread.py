@@ -25,14 +25,16 @@ from concurrent.futures import Future
 from functools import partial
 
 import msgspec
+import numpy as np
 
 from pd_serve.clock import Clock, MonotonicClock
-from pd_serve.errors import ProtocolError, TransportError
+from pd_serve.errors import ConfigError, ProtocolError, TransportError
 from pd_serve.ids import PeerId
 from pd_serve.protocol.link import Sample, Trace
 from pd_serve.protocol.notify import Completed, NoticeUnion, notice_codec
 from pd_serve.transport.base import Flushed, NoticeReceived, PeerJoined, PeerLost, Transport, TransportEvent, TransportSettings
 from pd_serve.transport.registry import TransportFactory
+from workers.decode.arrivals import Arrivals
 from workers.events import (
     AddPeer,
     CloseWindow,
@@ -83,12 +85,15 @@ class TransportThread:
         *,
         clock: Clock | None = None,
         num_traces: int = 16,
+        verify: bool = False,
     ) -> None:
+        """`verify`: what is pushed carries a digest, and what arrives must have that of its record (kv/digest.py); host memory only."""
         self._factory = factory
         self._settings = settings
         self._post = post
         self._clock = clock if clock is not None else MonotonicClock()
         self._num_traces = num_traces
+        self._verify = verify
         self._commands: deque[TransportCommand] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop_by: float | None = None
@@ -139,7 +144,7 @@ class TransportThread:
         loop: _Loop | None = None
         try:
             loop = _Loop(self._factory, self._settings, self._post, self._clock, self._keep_trace)
-            ready.set_result(loop.open_pool(pool))
+            ready.set_result(loop.open_pool(pool, self._verify))
             loop.run(self._commands, self._wake_fd, lambda: self._stop_by)
         except Exception as error:  # noqa: BLE001 - thread root: reported, then the worker ends
             if ready.done():
@@ -178,17 +183,26 @@ class _Loop:
         self._next_token = tokens.__next__
         self._pusher = Pusher(self._transport, self._next_token, clock.now)
         self._codec = notice_codec()
+        self._arrivals: Arrivals | None = None
+        """Where transfers are verified."""
         self._flushes: dict[int, FlushThenNotify] = {}
         self._lanes: dict[PeerId, str] = {}
         self._refused_seen = 0
         self._poll = select.poll()
         self._polled: tuple[int, ...] = ()
 
-    def open_pool(self, pool: AllocatePool | RegisterPool) -> TransportReady:
+    def open_pool(self, pool: AllocatePool | RegisterPool, verify: bool) -> TransportReady:
+        """Raises ConfigError where transfers are to be verified in memory that this process cannot read."""
         if isinstance(pool, AllocatePool):
             region = self._transport.allocate_pool(pool.nbytes)
         else:
             region = self._transport.register_pool(pool.address, pool.nbytes, pool.device)
+        if verify:
+            if region.buffer is None:
+                raise ConfigError("transport.verify reads KV in host memory; turn it off where the pool is on a GPU")
+            memory = np.frombuffer(region.buffer, np.uint8)
+            self._arrivals = Arrivals(memory)
+            self._pusher.digest_writes(memory)
         return TransportReady(region, self._transport.export_metadata(), self._transport.lanes())
 
     def close(self) -> None:
@@ -202,6 +216,7 @@ class _Loop:
             happened = self._run_commands(commands)
             happened |= self._transport.progress()
             happened |= self._report_events()
+            happened |= self._pusher.advance()
             now = self._clock.now()
             if happened:
                 last_event_at = now
@@ -265,8 +280,12 @@ class _Loop:
                 self._send(command.peer, command.notice)
             case OpenWindow():
                 self._transport.open_window(command.window)
+                if self._arrivals is not None:
+                    self._arrivals.expect(command.window)
                 self._post(WindowOpened(command.window.lease_id))
             case CloseWindow():
+                if self._arrivals is not None:
+                    self._arrivals.forget(command.lease_id)
                 self._post(WindowClosed(command.lease_id, self._transport.close_window(command.lease_id)))
             case UsePacker():
                 ring = StagingRing(command.staging_offset, command.staging_nbytes, command.slot_nbytes)
@@ -338,7 +357,10 @@ class _Loop:
             _log.warning("dropped a notice of %s: %s", event.peer, error)
             self._post(SamplesObserved((Sample("pd_serve_malformed_notices_total", 1.0),)))
             return
-        self._post(NoticeArrived(event.peer, notice))
+        damage = ""
+        if self._arrivals is not None and isinstance(notice, Completed):
+            damage = self._arrivals.damage(event.peer, notice)
+        self._post(NoticeArrived(event.peer, notice, damage))
 
     def _end_flush(self, token: int, ok: bool, detail: str) -> None:
         flush = self._flushes.pop(token)
@@ -357,7 +379,8 @@ class _Loop:
     def _complete(self, flush: FlushThenNotify, notice: Completed) -> str:
         now = self._clock.now()
         ended_at = now if flush.compute_ended_at is None else flush.compute_ended_at
-        problem = self._send(flush.peer, msgspec.structs.replace(notice, compute_to_notice_s=max(0.0, now - ended_at)))
+        digest = self._pusher.digest_of(flush.peer, notice)
+        problem = self._send(flush.peer, msgspec.structs.replace(notice, compute_to_notice_s=max(0.0, now - ended_at), digest=digest))
         finished = self._pusher.finish(flush.peer, notice, ended_at, self._lanes.get(flush.peer, ""))
         if finished is not None and not problem:
             self._keep_trace(finished.trace)

@@ -101,7 +101,7 @@ class AcceptAnyEpoch(LeaseTable):
 class CountCompletions(DecodeMachine):
     """A completion is counted, not identified: it fills the oldest lease of its writer (F5)."""
 
-    def on_completed(self, peer: PeerId, notice: Completed, now: float) -> list[Action]:
+    def on_completed(self, peer: PeerId, notice: Completed, now: float, damage: str = "") -> list[Action]:
         for lease in self._leases.of_writer(peer):
             if lease.state is LeaseState.GRANTED:
                 attempt = self._attempts[lease.attempt_id]

@@ -137,14 +137,15 @@ class DecodeMachine:
         target = Target(Lease(lease_id, lease.epoch, self._settings.self_id), lease.blocks, num_cached)
         return [SendFrame(self._attempts[lease.attempt_id].link_id, Reserved(lease.attempt_id, target, num_cached))]
 
-    def on_completed(self, peer: PeerId, notice: Completed, now: float) -> list[Action]:
+    def on_completed(self, peer: PeerId, notice: Completed, now: float, damage: str = "") -> list[Action]:
+        """`damage`: as in NoticeArrived."""
         lease = self._live_lease(peer, notice)
         if lease is None:
             return _stale()
         if lease.state is not LeaseState.GRANTED:
             return [] if self._quarantine.on_notice(peer, notice) else _stale()
         attempt = self._attempts[lease.attempt_id]
-        problem = self._damage(attempt, lease, notice)
+        problem = self._problem_of(attempt, lease, notice) or damage
         if problem:
             return self._fail(attempt, FailureReason.TRANSFER, f"bad completion from {peer}: {problem}", now)
         if not self._leases.complete(lease.lease_id, notice.contributor):
@@ -301,7 +302,7 @@ class DecodeMachine:
             return None
         return lease
 
-    def _damage(self, attempt: _Attempt, lease: HeldLease, notice: Completed) -> str:
+    def _problem_of(self, attempt: _Attempt, lease: HeldLease, notice: Completed) -> str:
         """Why a record does not prove that all KV is here; empty if it does."""
         layout = self._settings.layout
         num_tokens = len(attempt.sequence.token_ids)
@@ -316,9 +317,6 @@ class DecodeMachine:
             return f"{notice.nbytes} bytes, {owed} expected"
         if not 0 <= notice.first_token < self._settings.vocab_size or not 0 <= notice.num_cached_tokens < num_tokens:
             return "first token or cached tokens out of range"
-        digest = self._settings.kv_digest
-        if digest is not None and digest(lease.blocks, lease.num_cached_blocks * layout.block_size, num_tokens) != notice.digest:
-            return "the KV that arrived is not the KV that was sent"
         return ""
 
     def _filled(self, attempt: _Attempt, lease: HeldLease, notice: Completed) -> list[Action]:

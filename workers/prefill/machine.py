@@ -325,14 +325,7 @@ class PrefillMachine:
             nbytes=job.pushed_nbytes[index],
             num_cached_tokens=job.sequence.num_cached_tokens,
             compute_to_notice_s=0.0,
-            digest=self._digest(job),
         )
-
-    def _digest(self, job: _Job) -> bytes:
-        """Of what was pushed, read from the source blocks."""
-        if self._settings.kv_digest is None:
-            return b""
-        return self._settings.kv_digest(job.sequence.block_table, job.target.num_cached_tokens, job.sequence.num_computed_tokens)
 
     def _fail(self, job: _Job, reason: FailureReason, detail: str, now: float) -> list[Action]:
         """Tell the router first, then stop."""

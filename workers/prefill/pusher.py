@@ -7,8 +7,9 @@ makes the measure honest on every lane: a queued write returns long before its b
     pushed      |~~ 0 ~~|       |~~ 1 ~~|     |~~~~~~ 2 ~~~~~~|     arrived
                                                        ^ only these bytes are not hidden
 
-KV for a pool of another layout is packed first, into a slot of the staging ring (staging.py), on this thread. What finds no free slot waits
-in its peer's queue, and flushes asked for later wait behind it: source blocks stay until those have ended, so nothing else has to wait.
+KV for a pool of another layout is packed first, into a slot of the staging ring (staging.py), on this thread, a few pieces of each peer per
+turn (advance()), so that nothing else the thread does waits for long. What has no slot yet waits in its peer's queue, and flushes asked for
+later wait behind it: source blocks stay until those have ended.
 
 Seconds are the time the link to the peer was at work for the attempt: what is in flight to one peer is served in order, so a flush's own
 time is from its issue, or from the end of the one before it, to its end; attempts that share a flush share its time by bytes. Bytes and
@@ -18,7 +19,7 @@ seconds are reported together, once per attempt that completed.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -26,45 +27,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pd_serve.errors import TransportError
-from pd_serve.ids import AttemptId, PeerId
+from pd_serve.ids import PeerId
 from pd_serve.kv.conversion import Packing
-from pd_serve.protocol.link import LayerTrace, Lease, Sample, Trace
+from pd_serve.kv.digest import KVDigest
+from pd_serve.protocol.link import Lease
 from pd_serve.protocol.notify import Completed
 from pd_serve.transport.base import Transport, WriteBatch
 from workers.events import PushPlan
 from workers.prefill.staging import StagingRing
+from workers.prefill.transfers import Finished, Piece, Transfer, measure
 
-_SLOTS_PER_FLUSH = 4
-"""Packed pieces after which slots are asked back, while the next are packed."""
+_SLOTS_PER_TURN = 4
+"""Packed pieces of a peer that share a flush; then it is the others' turn, while these slots are on their way back."""
 _MAX_STOPPED = 16384
 """Stopped leases remembered; the machine names none again after the step that was running."""
-
-
-@dataclass(slots=True)
-class _Transfer:
-    """What has been pushed under one lease."""
-
-    attempt_id: AttemptId
-    pieces: list[_Piece] = field(default_factory=list)
-    service_s: float = 0.0
-    pack_s: float = 0.0
-    packed_nbytes: int = 0
-    problem: str = ""
-    """Why the attempt's KV cannot be complete at the target."""
-
-
-@dataclass(slots=True)
-class _Piece:
-    """One layer of one plan."""
-
-    transfer: _Transfer
-    chunk: int
-    layer: int
-    written_at: float
-    started_at: float
-    nbytes: int
-    ended_at: float | None = None
-    """When the flush over it was answered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +59,7 @@ class _Flight:
 
     peer: PeerId
     started_at: float
-    pieces: list[_Piece]
+    pieces: list[Piece]
     slots: list[int] = field(default_factory=list)
     """Of the staging ring, free again when the flush is answered."""
 
@@ -93,14 +69,6 @@ class _Step:
     step_id: int
     plans: tuple[PushPlan, ...]
     issued: set[int] = field(default_factory=set)
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The measures of one completed attempt."""
-
-    samples: tuple[Sample, ...]
-    trace: Trace
 
 
 class Packer(Protocol):
@@ -117,18 +85,23 @@ class Pusher:
         self._next_token = next_token
         self._now = now
         self._step: _Step | None = None
-        self._transfers: dict[Lease, _Transfer] = {}
+        self._transfers: dict[Lease, Transfer] = {}
         self._flights: dict[int, _Flight] = {}
         self._last_end: dict[PeerId, float] = {}
         self._stopped: OrderedDict[Lease, None] = OrderedDict()
         self._packer: Packer | None = None
         self._ring = StagingRing(0, 0, 1)
         self._queues: dict[PeerId, deque[_Waiting | Callable[[], None]]] = {}
-        """By peer, in order: packings, and what was to be done once those before it had been issued. None is empty."""
+        """By peer, in order: packings, and what is to be done once those before it have been issued."""
+        self._memory: NDArray[np.uint8] | None = None
 
     def use_packer(self, packer: Packer, ring: StagingRing) -> None:
         """For plans with packings. Call once, before the first of them."""
         self._packer, self._ring = packer, ring
+
+    def digest_writes(self, memory: NDArray[np.uint8]) -> None:
+        """From now on every transfer has a digest. `memory` [nbytes]: the registered region. Call before the first push."""
+        self._memory = memory
 
     @property
     def num_transfers(self) -> int:
@@ -141,7 +114,7 @@ class Pusher:
         return len(self._flights) + len(self._queues)
 
     def when_issued(self, peer: PeerId, act: Callable[[], None]) -> None:
-        """Call `act` once everything that was to be pushed to the peer has been issued: at once, unless something waits for a slot."""
+        """Call `act` once everything that was to be pushed to the peer has been issued: at once, unless something waits to be packed."""
         if peer in self._queues:
             self._queues[peer].append(act)
         else:
@@ -177,7 +150,6 @@ class Pusher:
         queue = self._queues.get(lease.holder)
         if queue is not None:
             self._queues[lease.holder] = deque(item for item in queue if not isinstance(item, _Waiting) or item.plan.lease != lease)
-            self._pump(lease.holder)
 
     def drop_peer(self, peer: PeerId) -> None:
         """The peer is gone: its transfers will not complete."""
@@ -190,7 +162,13 @@ class Pusher:
         for item in self._queues.pop(peer, ()):
             if not isinstance(item, _Waiting):
                 item()
-        self._pump_all()
+
+    def advance(self) -> bool:
+        """Pack and issue a little of what waits, for every peer. Call once per turn; True when something was done: call again."""
+        happened = False
+        for peer in tuple(self._queues):
+            happened |= self._pack_some(peer)
+        return happened
 
     def on_flushed(self, token: int, ok: bool, detail: str) -> None:
         flight = self._flights.pop(token, None)
@@ -206,9 +184,7 @@ class Pusher:
             piece.transfer.service_s += service_s * piece.nbytes / total
             if not ok:
                 piece.transfer.problem = piece.transfer.problem or detail or "flush failed"
-        if flight.slots:
-            self._ring.give_back(flight.peer, flight.slots)
-            self._pump_all()
+        self._ring.give_back(flight.peer, flight.slots)
 
     def problem_of(self, peer: PeerId, notice: Completed) -> str:
         """Why `notice` must not be sent although the last flush was ok; empty if it may: every byte it claims has been written."""
@@ -221,12 +197,17 @@ class Pusher:
         pushed = 0 if transfer is None else sum(piece.nbytes for piece in transfer.pieces)
         return "" if pushed == notice.nbytes else f"pushed {pushed} of {notice.nbytes} bytes"
 
+    def digest_of(self, peer: PeerId, notice: Completed) -> bytes:
+        """Of everything pushed under the notice's lease; empty where transfers are not verified."""
+        transfer = self._transfers.get(Lease(notice.lease_id, notice.epoch, peer))
+        return b"" if transfer is None or transfer.digest is None else transfer.digest.to_bytes()
+
     def finish(self, peer: PeerId, notice: Completed, compute_ended_at: float, lane: str) -> Finished | None:
         """Close the transfer that `notice` completes, now; None if it moved no bytes."""
         transfer = self._transfers.pop(Lease(notice.lease_id, notice.epoch, peer), None)
         if transfer is None or not transfer.pieces:
             return None
-        return _measure(transfer, notice, compute_ended_at, self._now(), lane)
+        return measure(transfer, notice, compute_ended_at, self._now(), lane)
 
     def abort(self, peer: PeerId, notice: Completed) -> None:
         """The attempt's last flush failed: forget its transfer."""
@@ -235,30 +216,40 @@ class Pusher:
     def _issue(self, layers: list[tuple[PushPlan, int, float]]) -> None:
         flights: dict[PeerId, _Flight] = {}
         for plan, layer, written_at in layers:
-            for packing in plan.packings:
-                self._queues.setdefault(plan.lease.holder, deque()).append(_Waiting(plan, layer, packing, written_at))
-            nbytes = int(plan.ranges[:, 2].sum())
-            if nbytes == 0 or plan.lease in self._stopped:
+            if plan.lease in self._stopped:
                 continue
-            transfer = self._transfers.setdefault(plan.lease, _Transfer(plan.attempt_id))
             peer = plan.lease.holder
+            if plan.packings:
+                waiting = self._queues.setdefault(peer, deque())
+                waiting.extend(_Waiting(plan, layer, packing, written_at) for packing in plan.packings)
+            nbytes = int(plan.ranges[:, 2].sum())
+            if nbytes == 0:
+                continue
+            transfer = self._transfer_of(plan)
             started_at = self._now()
             ops = plan.ranges + np.array([layer * plan.local_layer_stride, layer * plan.remote_layer_stride, 0], np.int64)
             if self._write(plan, ops, transfer):
-                piece = _Piece(transfer, plan.chunk_index, layer, written_at, started_at, nbytes)
+                piece = Piece(transfer, plan.chunk_index, layer, written_at, started_at, nbytes)
                 transfer.pieces.append(piece)
                 flights.setdefault(peer, _Flight(peer, started_at, [])).pieces.append(piece)
         for flight in flights.values():
             self._fly(flight)
-        for peer in {plan.lease.holder for plan, _, _ in layers if plan.packings}:
-            self._pump(peer)
 
-    def _write(self, plan: PushPlan, ops: NDArray[np.int64], transfer: _Transfer) -> bool:
+    def _transfer_of(self, plan: PushPlan) -> Transfer:
+        transfer = self._transfers.get(plan.lease)
+        if transfer is None:
+            transfer = self._transfers[plan.lease] = Transfer(plan.attempt_id)
+            transfer.digest = None if self._memory is None else KVDigest(self._memory)
+        return transfer
+
+    def _write(self, plan: PushPlan, ops: NDArray[np.int64], transfer: Transfer) -> bool:
         try:
             self._transport.write(WriteBatch(plan.lease.holder, plan.lease.lease_id, plan.lease.epoch, ops))
         except TransportError as error:
             transfer.problem = transfer.problem or str(error)
             return False
+        if transfer.digest is not None:
+            transfer.digest.add(ops)
         return True
 
     def _fly(self, flight: _Flight) -> None:
@@ -268,87 +259,44 @@ class Pusher:
 
     # ---- what is packed
 
-    def _pump_all(self) -> None:
-        for peer in tuple(self._queues):
-            self._pump(peer)
-
-    def _pump(self, peer: PeerId) -> None:
-        """Pack and issue what the peer's queue begins with, as long as there are slots; a few share a flush."""
-        queue = self._queues.get(peer)
+    def _pack_some(self, peer: PeerId) -> bool:
+        """Pack what the peer's queue begins with, as long as there are slots and it is its turn; then do what was waiting for just that."""
+        queue = self._queues[peer]
         flight = _Flight(peer, self._now(), [])
-        while queue:
-            item = queue[0]
-            if isinstance(item, _Waiting):
-                slot = self._ring.take(peer)
-                if slot is None:
-                    break
-                queue.popleft()
-                flight.slots.append(slot)
-                self._pack(item, slot, flight)
-            else:
-                queue.popleft()
-            if flight.slots and (len(flight.slots) == _SLOTS_PER_FLUSH or not isinstance(item, _Waiting)):
-                self._fly(flight)
-                flight = _Flight(peer, self._now(), [])
-            if not isinstance(item, _Waiting):
-                item()
-        if queue is not None and not queue:
-            self._queues.pop(peer, None)
-        if flight.slots:
+        while queue and isinstance(item := queue[0], _Waiting) and len(flight.slots) < _SLOTS_PER_TURN:
+            slot = self._ring.take(peer)
+            if slot is None:
+                break
+            queue.popleft()
+            flight.slots.append(slot)
+            self._pack(item, slot, flight)
+        happened = bool(flight.slots)
+        if happened:
             self._fly(flight)
+        while queue and not isinstance(act := queue[0], _Waiting):
+            queue.popleft()
+            act()
+            happened = True
+        if not queue:
+            del self._queues[peer]
+        return happened
 
     def _pack(self, item: _Waiting, slot: int, flight: _Flight) -> None:
         plan, packing = item.plan, item.packing
-        assert self._packer is not None, "a plan that packs, but nothing to pack with"
-        if plan.lease in self._stopped:
+        transfer = self._transfer_of(plan)
+        if packing.nbytes > self._ring.slot_nbytes:
+            transfer.problem = transfer.problem or f"{packing.nbytes} packed bytes for a slot of {self._ring.slot_nbytes}"
             return
-        transfer = self._transfers.setdefault(plan.lease, _Transfer(plan.attempt_id))
+        assert self._packer is not None, "a plan that packs, but nothing to pack with"
         started_at = self._now()
         self._packer.pack(item.layer, packing, slot)
-        transfer.pack_s += self._now() - started_at
+        packed_at = self._now()
+        transfer.pack_s += packed_at - started_at
+        if not flight.pieces:
+            flight.started_at = packed_at
         ops = packing.ranges + np.array([slot, item.layer * plan.remote_layer_stride, 0], np.int64)
         if self._write(plan, ops, transfer):
-            piece = _Piece(transfer, plan.chunk_index, item.layer, item.written_at, started_at, packing.nbytes)
+            piece = Piece(transfer, plan.chunk_index, item.layer, item.written_at, started_at, packing.nbytes)
             transfer.pieces.append(piece)
             transfer.packed_nbytes += packing.nbytes
             flight.pieces.append(piece)
-
-
-def overlap_ratio(ended: Iterable[tuple[float, int]], compute_ended_at: float) -> float:
-    """Share of the bytes of (ended at, bytes) that had arrived when compute ended."""
-    hidden = total = 0
-    for ended_at, nbytes in ended:
-        total += nbytes
-        hidden += nbytes if ended_at <= compute_ended_at else 0
-    return hidden / total if total else 0.0
-
-
-def _measure(transfer: _Transfer, notice: Completed, compute_ended_at: float, now: float, lane: str) -> Finished:
-    pieces = transfer.pieces
-    # The attempt's own flush has been answered, so a piece whose flush has not has arrived as well.
-    ends = [now if piece.ended_at is None else piece.ended_at for piece in pieces]
-    origin = min(piece.written_at for piece in pieces)
-    ratio = overlap_ratio(zip(ends, (piece.nbytes for piece in pieces), strict=True), compute_ended_at)
-    trace = Trace(
-        attempt_id=transfer.attempt_id,
-        num_tokens=notice.num_tokens,
-        compute_end_s=compute_ended_at - origin,
-        flushed_s=now - origin,
-        lane=lane,
-        overlap_ratio=ratio,
-        layers=tuple(
-            LayerTrace(piece.chunk, piece.layer, piece.written_at - origin, piece.started_at - origin, end - origin, piece.nbytes)
-            for piece, end in zip(pieces, ends, strict=True)
-        ),
-    )
-    samples: tuple[Sample, ...] = (
-        Sample("pd_serve_kv_transfer_bytes_total", float(sum(piece.nbytes for piece in pieces)), lane),
-        Sample("pd_serve_kv_transfer_seconds", transfer.service_s),
-        Sample("pd_serve_kv_overlap_ratio", ratio),
-    )
-    if transfer.packed_nbytes:
-        samples += (
-            Sample("pd_serve_kv_packed_bytes_total", float(transfer.packed_nbytes)),
-            Sample("pd_serve_kv_pack_seconds", transfer.pack_s),
-        )
-    return Finished(samples, trace)

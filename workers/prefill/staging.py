@@ -34,5 +34,6 @@ class StagingRing:
     def give_back(self, peer: PeerId, slots: list[int]) -> None:
         self._free += slots
         self._held[peer] -= len(slots)
-        if self._held[peer] <= 0:
+        assert self._held[peer] >= 0, f"{peer} gives back slots that it does not hold"
+        if not self._held[peer]:
             del self._held[peer]

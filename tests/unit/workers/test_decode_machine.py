@@ -355,14 +355,13 @@ def test_drain_refuses_new_work_and_fails_the_rest_at_its_deadline(worker: Worke
     assert worker.machine.is_idle
 
 
-@pytest.mark.parametrize(("digest", "is_taken"), [(b"as sent", True), (b"damaged", False), (b"", False)])
-def test_a_verifying_worker_takes_only_kv_whose_digest_is_that_of_its_own_bytes(digest: bytes, is_taken: bool) -> None:
-    worker = Worker(DECODE, kv_digest=lambda blocks, start, end: b"as sent")
-    worker.join(PREFILL)
+def test_kv_that_arrived_damaged_is_not_taken(worker: Worker) -> None:
     frame = open_frame(1, prompt(6))
-    actions = _arrive(worker, completed(_target(worker, frame), frame, digest=digest))
-    assert bool(frames(Step, actions)) is is_taken
-    assert [failed.reason for failed in frames(Failed, actions)] == ([] if is_taken else [FailureReason.TRANSFER])
+    record = completed(_target(worker, frame), frame)
+    actions = worker.do(NoticeArrived(PREFILL.peer, record, "not what was sent"))
+    assert not frames(Step, actions)
+    failed = only_frame(Failed, actions)
+    assert (failed.reason, "not what was sent" in failed.detail) == (FailureReason.TRANSFER, True)
 
 
 def test_hand_over_is_timed_from_the_end_of_compute_to_the_first_decode_step(worker: Worker) -> None:

@@ -19,7 +19,8 @@ from pd_serve.transport.loopback import LoopbackTransport
 from pd_serve.transport.loopback_fabric import LoopbackFabric
 from tests.transport_nodes import Node, Nodes, ops
 from workers.events import PushPlan
-from workers.prefill.pusher import Pusher, overlap_ratio
+from workers.prefill.pusher import Pusher
+from workers.prefill.transfers import overlap_ratio
 
 NUM_LAYERS = 4
 CHUNK = 4096
