@@ -87,8 +87,17 @@ class Node:
     def write(self, peer: PeerId, rows: NDArray[np.int64], lease: LeaseId = LEASE, epoch: Epoch = EPOCH) -> None:
         self.transport.write(WriteBatch(peer, lease, epoch, rows))
 
-    def open_window(self, writer: PeerId, start: int = 0, end: int = POOL_NBYTES, lease: LeaseId = LEASE, epoch: Epoch = EPOCH) -> None:
-        self.transport.open_window(WriteWindow(lease, epoch, writer, np.array([start], np.int64), np.array([end], np.int64)))
+    def open_window(
+        self,
+        writer: PeerId,
+        start: int = 0,
+        end: int = POOL_NBYTES,
+        lease: LeaseId = LEASE,
+        epoch: Epoch = EPOCH,
+        other_writers: tuple[PeerId, ...] = (),
+    ) -> None:
+        starts, ends = np.array([start], np.int64), np.array([end], np.int64)
+        self.transport.open_window(WriteWindow(lease, epoch, writer, starts, ends, other_writers))
 
 
 @dataclass

@@ -24,6 +24,7 @@ from workers.engine_thread import EngineThread, LayerHook
 from workers.front_socket import FrontSocket
 from workers.inbox import Inbox
 from workers.machine import WorkerMachine
+from workers.rank_group import RankGroup
 from workers.settings import MachineSettings
 from workers.transport_commands import AllocatePool
 from workers.transport_thread import TransportThread
@@ -76,7 +77,7 @@ def start_rank(
     engine.start()
     engine.serve(runner, LayerHook(transport.submit))
     info = PeerInfo(peer, Role.BOTH, 1, "fake", layout, "loopback", (ready.metadata,))
-    parts = RankParts(FrontSocket(far), inbox, engine, transport)
+    parts = RankParts(FrontSocket(far), inbox, engine, transport, RankGroup(1, layout.num_kv_heads))
     loop = ControlLoop(make_machine(info, layout, max_running), parts, 0.05, clock)
     parts.front.send(RankReady(Welcome(info, "fake", 128, VOCAB_SIZE, (), 0, ())))
     exit_codes: list[int] = []

@@ -1,11 +1,13 @@
-"""The rank's main thread: turns what its front, transport and engine say into events, and carries out what the WorkerMachine decides.
+"""Rank 0's main thread: turns what its front, transport, engine and the other ranks say into events, and carries out what the
+WorkerMachine decides.
 
-    front socket ---+                               +-> engine thread (RunBatch)
-    transport ------+-> WorkerMachine.handle -> actions -> transport thread (everything about peers, windows, pushes)
-    engine thread --+                               +-> front socket (frames to routers)
+    front socket ---+                                              +-> engine thread (RunBatch)
+    transport ------+                                              +-> front socket (frames to routers)
+    engine thread --+-> RankGroup -> WorkerMachine -> RankGroup ---+-> transport thread (everything about peers, windows, pushes)
+    other ranks ----+                                              +-> other ranks, the same for their transports, and every batch
 
 Thin on purpose: no decision is made here but when to report and when to end. The loop sleeps until something arrives, the machine's next
-deadline, or the next report.
+deadline, or the next report. A worker is as whole as its ranks: the end of one is the end of all.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 
 from pd_serve.clock import Clock
 from pd_serve.engine.batch import Batch, Phase, StepResult
+from pd_serve.errors import ProtocolError
 from pd_serve.protocol.link import (
     Drain,
     Fatal,
@@ -32,6 +35,7 @@ from pd_serve.protocol.link import (
     ToRouter,
     Traces,
 )
+from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from workers.engine_thread import EngineFailed, EngineThread
 from workers.events import (
     Action,
@@ -41,16 +45,20 @@ from workers.events import (
     LinkClosed,
     LinkOpened,
     Observe,
+    PushPlan,
     RoleSet,
     RunBatch,
     SendFrame,
     StepDone,
     StepFailed,
     Tick,
+    TransportReported,
 )
 from workers.front_socket import FrontSocket
 from workers.inbox import Inbox
 from workers.machine import WorkerMachine
+from workers.rank_frames import FollowerFrame, FollowerReady, FollowerSocket, RunStep
+from workers.rank_group import RankGroup, RankOutput
 from workers.samples import SampleBuffer
 from workers.transport_commands import BeginStep, SamplesObserved, StepEnded, TransportFailed, TransportOutput
 from workers.transport_thread import TransportThread
@@ -77,6 +85,9 @@ class RankParts:
     inbox: Inbox[RankMessage]
     engine: EngineThread
     transport: TransportThread
+    group: RankGroup
+    followers: tuple[FollowerSocket, ...] = ()
+    """To the ranks 1, 2, ..."""
 
 
 class ControlLoop:
@@ -88,6 +99,8 @@ class ControlLoop:
         self._inbox = parts.inbox
         self._engine = parts.engine
         self._transport = parts.transport
+        self._group = parts.group
+        self._followers = parts.followers
         self._report_interval_s = report_interval_s
         self._clock = clock
         self._samples = SampleBuffer()
@@ -100,26 +113,35 @@ class ControlLoop:
         """Until Stop (0), the end of the front, or a thread's failure (1). Raises ProtocolError when the front sends nonsense."""
         with selectors.DefaultSelector() as selector:
             selector.register(self._inbox, selectors.EVENT_READ)
-            selector.register(self._front, selectors.EVENT_READ)
-            writing = False
+            writing: dict[FrontSocket | FollowerSocket, bool] = dict.fromkeys((self._front, *self._followers), False)
+            for connection in writing:
+                selector.register(connection, selectors.EVENT_READ)
             while self._exit_code is None:
-                if writing != self._front.has_unsent:
-                    writing = self._front.has_unsent
-                    selector.modify(self._front, selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
+                for connection, was_writing in writing.items():
+                    if was_writing != connection.has_unsent:
+                        writing[connection] = connection.has_unsent
+                        selector.modify(connection, selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.has_unsent else 0))
                 selector.select(self._sleep_s())
                 self._turn()
+        for follower in self._followers:
+            follower.send(Stop())
+            follower.flush()
         self._front.flush_for(LAST_WORDS_S)
         return self._exit_code
 
     def _turn(self) -> None:
         for message in self._inbox.take_all():
             self._on_message(message)
+        for follower in self._followers:
+            self._hear(follower)
         for frame in self._front.receive():
             self._on_frame(frame)
         deadline = self._machine.next_deadline()
         if deadline is not None and deadline <= self._clock.now():
             self._handle(Tick())
         self._report_if_due()
+        for follower in self._followers:
+            follower.flush()
         self._front.flush()
         if self._front.closed and self._exit_code is None:
             _log.error("the front has closed its socket; exiting")
@@ -143,12 +165,41 @@ class ControlLoop:
             case StepDone(result):
                 self._transport.submit(StepEnded(result.step_id))
                 self._observe_step(result)
-                self._handle(message)
+                self._on_output(0, message)
             case StepFailed(step_id, _):
                 self._transport.submit(StepEnded(step_id))
-                self._handle(message)
+                self._on_output(0, message)
             case _:
-                self._handle(message)
+                self._on_output(0, message)
+
+    def _on_output(self, rank: int, output: RankOutput) -> None:
+        for event in self._group.events(rank, output):
+            self._handle(event)
+        if strays := self._group.take_strays():
+            _log.warning("dropped %d records that came from ranks which have no say in them", strays)
+            self._samples.add((Sample("pd_serve_malformed_notices_total", float(strays)),))
+
+    def _hear(self, follower: FollowerSocket) -> None:
+        try:
+            for frame in follower.receive():
+                self._on_follower_frame(follower.rank, frame)
+        except ProtocolError as error:
+            self._die(f"rank {follower.rank}: {error}")
+        if follower.closed and self._exit_code is None:
+            self._die(f"rank {follower.rank} has ended")
+
+    def _on_follower_frame(self, rank: int, frame: FollowerFrame) -> None:
+        match frame:
+            case SamplesObserved(samples):
+                self._samples.add(samples)
+            case Fatal(message):
+                self._die(f"rank {rank}: {message}")
+            case FollowerReady():
+                self._die(f"rank {rank} has started twice")
+            case PeerJoined() | PeerRefused() | PeerLost() | PeerFenced():
+                self._on_output(rank, TransportReported(frame))
+            case _:
+                self._on_output(rank, frame)
 
     def _on_frame(self, frame: FrontFrame) -> None:
         match frame:
@@ -180,14 +231,25 @@ class ControlLoop:
                 case SendFrame(link_id, frame):
                     self._front.send(ToRouter(link_id, frame))
                 case RunBatch(batch, pushes):
-                    # Also for a step without pushes: whatever an earlier step left behind is void now.
-                    self._transport.submit(BeginStep(batch.step_id, pushes))
-                    self._engine.run(batch, is_pushed=bool(pushes))
-                    self._running = batch
+                    self._run(batch, pushes)
                 case Observe(sample):
                     self._samples.add((sample,))
                 case _:
-                    self._transport.submit(action)
+                    for rank, command in self._group.commands(action):
+                        if rank == 0:
+                            self._transport.submit(command)
+                        else:
+                            self._followers[rank - 1].send(command)
+
+    def _run(self, batch: Batch, pushes: tuple[PushPlan, ...]) -> None:
+        for follower in self._followers:
+            follower.send(RunStep(batch, self._group.pushes(follower.rank, pushes)))
+            follower.flush()
+        own = self._group.pushes(0, pushes)
+        # Also for a step without pushes: whatever an earlier step left behind is void now.
+        self._transport.submit(BeginStep(batch.step_id, own))
+        self._engine.run(batch, is_pushed=bool(own))
+        self._running = batch
 
     def _report_if_due(self) -> None:
         """At every interval, and at once when a worker becomes idle: whoever drains it waits for that.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pd_serve.ids import PeerId
 from pd_serve.protocol.link import Sample
 from pd_serve.transport.base import Region
 from workers.events import (
@@ -99,7 +100,16 @@ class TransportFailed:
     detail: str
 
 
-TransportOutput = TransportReported | NoticeArrived | FlushDone | WindowOpened | WindowClosed | SamplesObserved | TransportFailed
+@dataclass(frozen=True, slots=True)
+class PeerRemoved:
+    """End of one RemovePeer: whatever is said of that peer from now on is of a later join."""
+
+    peer: PeerId
+
+
+TransportOutput = (
+    TransportReported | NoticeArrived | FlushDone | WindowOpened | WindowClosed | PeerRemoved | SamplesObserved | TransportFailed
+)
 
 
 @dataclass(frozen=True, slots=True)

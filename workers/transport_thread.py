@@ -57,6 +57,7 @@ from workers.transport_commands import (
     AllocatePool,
     BeginStep,
     LayerReady,
+    PeerRemoved,
     RegisterPool,
     SamplesObserved,
     StepEnded,
@@ -294,6 +295,7 @@ class _Loop:
                 self._transport.add_peer(command.peer, command.metadata[0])
             case RemovePeer():
                 self._remove_peer(command.peer)
+                self._post(PeerRemoved(command.peer))
             case HardFence():
                 if not self._transport.hard_fence(command.peer):
                     _log.warning("cannot fence %s by force", command.peer)

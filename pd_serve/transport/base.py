@@ -41,7 +41,7 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class WriteWindow(msgspec.Struct, frozen=True):
-    """Permission for one writer to write into some ranges of the pool, checked on the `checked` data path."""
+    """Permission to write into some ranges of the pool, checked on the `checked` data path."""
 
     lease_id: LeaseId
     epoch: Epoch
@@ -49,6 +49,12 @@ class WriteWindow(msgspec.Struct, frozen=True):
     starts: NDArray[np.int64]
     """Sorted, disjoint byte ranges [start, end) of the pool region."""
     ends: NDArray[np.int64]
+    other_writers: tuple[PeerId, ...] = ()
+    """Ranks of the same worker that write other heads of the same tokens."""
+
+    @property
+    def writers(self) -> tuple[PeerId, ...]:
+        return (self.writer, *self.other_writers)
 
 
 class WriteBatch(msgspec.Struct, frozen=True):
@@ -170,7 +176,7 @@ class Transport(Protocol):
     def open_window(self, window: WriteWindow) -> None: ...
 
     def close_window(self, lease_id: LeaseId) -> bool:
-        """After this returns no checked write of the lease can land. True when that is a complete fence for its writer (checked path)."""
+        """After this returns no checked write of the lease can land. True when that is a complete fence for all writers (checked path)."""
         ...
 
     def write(self, batch: WriteBatch) -> None:

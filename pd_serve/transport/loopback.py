@@ -208,8 +208,8 @@ class LoopbackTransport:
         window = self._windows.close(lease_id)
         if window is None:
             return False
-        link = self._links.get(window.writer)
-        return link is not None and link.joined and not link.one_sided
+        links = [self._links.get(writer) for writer in window.writers]
+        return all(link is not None and link.joined and not link.one_sided for link in links)
 
     # ---- progress
 

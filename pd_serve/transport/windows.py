@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from enum import Enum
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -35,7 +36,7 @@ class WindowTable:
     def open(self, window: WriteWindow) -> None:
         """A second window of a lease replaces the first."""
         starts, ends = _merge_touching(window.starts, window.ends)
-        self._windows[window.lease_id] = WriteWindow(window.lease_id, window.epoch, window.writer, starts, ends)
+        self._windows[window.lease_id] = msgspec.structs.replace(window, starts=starts, ends=ends)
 
     def close(self, lease_id: LeaseId) -> WriteWindow | None:
         return self._windows.pop(lease_id, None)
@@ -45,7 +46,7 @@ class WindowTable:
         window = self._windows.get(lease_id)
         if window is None or window.epoch != epoch:
             return Verdict.STALE
-        if window.writer != writer:
+        if writer not in window.writers:
             return Verdict.VIOLATION
         if len(offsets) == 0:
             return Verdict.ALLOWED

@@ -42,6 +42,26 @@ def test_a_write_of_another_writer_is_dropped_and_counted(checked: Nodes) -> Non
     assert target.memory.max() == 0
 
 
+def test_several_ranks_of_a_writer_share_a_window_and_its_end_fences_them_all(checked: Nodes) -> None:
+    source, target, other, stranger = checked.joined("a", "b", "a#1", "c")
+    for node in (other, stranger):
+        node.memory[:] = 7
+    target.open_window(source.peer, other_writers=(other.peer,))
+    source.write(target.peer, ROW)
+    other.write(target.peer, ops((0, 16384, 4096)))
+    assert refused(checked, source, target) == 0
+    assert refused(checked, other, target) == 0
+    stranger.write(target.peer, ops((0, 32768, 4096)))
+    assert refused(checked, stranger, target) == 1
+    assert (target.memory[4096:8192] == source.memory[:4096]).all()
+    assert (target.memory[16384:20480] == 7).all()
+    assert target.memory[32768:36864].max() == 0
+    assert target.transport.close_window(LEASE)
+    other.write(target.peer, ops((0, 65536, 4096)))
+    assert refused(checked, other, target) == 2
+    assert target.memory[65536:69632].max() == 0
+
+
 def test_closing_a_window_is_a_complete_fence(checked: Nodes) -> None:
     source, target = checked.joined("a", "b")
     target.open_window(source.peer)

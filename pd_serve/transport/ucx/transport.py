@@ -130,7 +130,7 @@ class UcxTransport:
 
     def close_window(self, lease_id: LeaseId) -> bool:
         window = self._node.windows.close(lease_id)
-        return window is not None and not self._node.fences.can_write(window.writer)
+        return window is not None and not any(self._node.fences.can_write(writer) for writer in window.writers)
 
     def write(self, batch: WriteBatch) -> None:
         node = self._node
