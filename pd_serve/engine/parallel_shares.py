@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pd_serve.engine.families import llama
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.kv.routes import rank_heads
+
+_SHARED_OUT = frozenset(llama.ARCHITECTURES)
+"""Architectures whose module computes a rank's share; the others take one rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,8 @@ def scaled(heads: range, head_dim: int) -> range:
 
 def degrees(info: ModelInfo) -> tuple[int, ...]:
     """Numbers of ranks that the model can be shared out to, ascending; 1 among them."""
+    if info.architecture not in _SHARED_OUT:
+        return (1,)
     num_kv_heads = info.kv_shape.num_heads
     return tuple(
         degree
