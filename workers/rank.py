@@ -37,6 +37,7 @@ from workers.front_socket import FrontSocket
 from workers.host_identity import host_id
 from workers.inbox import Inbox
 from workers.machine import WorkerMachine
+from workers.prefill.staging import check_staging
 from workers.rank_group import RankGroup
 from workers.rank_spec import RankSpec
 from workers.settings import MachineSettings, pool_limited_len
@@ -153,6 +154,7 @@ class Rank:
         from workers.prefill.packer import TorchPacker
 
         transport = self._config.transport
+        check_staging(plan.layout, transport.staging_bytes, transport.staging_slot_bytes)
         packer = TorchPacker(runner.cache, runner.cache.region)
         return UsePacker(packer, plan.layout.pool_nbytes, transport.staging_bytes, transport.staging_slot_bytes)
 

@@ -5,12 +5,17 @@ Used by the transport thread only, once the engine has opened the pool; what it 
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
 from torch import Tensor
 
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.kv_pack import pack, source_rows
 from pd_serve.kv.conversion import Packing
+
+_MAX_ROWS = 128
+"""Packings whose rows are remembered: those of a step come again with every layer."""
 
 
 class TorchPacker:
@@ -23,8 +28,8 @@ class TorchPacker:
         self._stream: torch.cuda.Stream | None = None
         if region.device.type == "cuda":
             self._stream = torch.cuda.Stream(region.device)  # type: ignore[no-untyped-call]
-        self._rows: tuple[Packing, Tensor] | None = None
-        """Of the packing before: one layer follows the other."""
+        self._rows: OrderedDict[int, tuple[Packing, Tensor]] = OrderedDict()
+        """By id of the packing, which is kept with them so that the id stays its own."""
         self._has_one_thread = False
 
     def pack(self, layer: int, packing: Packing, at: int) -> None:
@@ -33,8 +38,15 @@ class TorchPacker:
             torch.set_num_threads(1)
             self._has_one_thread = True
         with torch.inference_mode(), torch.cuda.stream(self._stream):
-            if self._rows is None or self._rows[0] is not packing:
-                self._rows = packing, source_rows(self._cache, packing, self._region.device)
-            pack(self._cache, layer, packing, self._rows[1], self._region[at : at + packing.nbytes])
+            pack(self._cache, layer, packing, self._rows_of(packing), self._region[at : at + packing.nbytes])
         if self._stream is not None:
             self._stream.synchronize()
+
+    def _rows_of(self, packing: Packing) -> Tensor:
+        key = id(packing)
+        if key not in self._rows:
+            self._rows[key] = packing, source_rows(self._cache, packing, self._region.device)
+            if len(self._rows) > _MAX_ROWS:
+                self._rows.popitem(last=False)
+        self._rows.move_to_end(key)
+        return self._rows[key][1]

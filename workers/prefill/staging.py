@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pd_serve.errors import ConfigError
 from pd_serve.ids import PeerId
+from pd_serve.kv.layout import KVDtype, KVLayout
 
 
 class StagingRing:
@@ -37,3 +39,12 @@ class StagingRing:
         assert self._held[peer] >= 0, f"{peer} gives back slots that it does not hold"
         if not self._held[peer]:
             del self._held[peer]
+
+
+def check_staging(layout: KVLayout, nbytes: int, slot_nbytes: int) -> None:
+    """Raises ConfigError where staging cannot hold what this pool's KV may have to be converted to."""
+    needed = layout.num_planes * layout.num_kv_heads * layout.head_dim * KVDtype.FLOAT32.nbytes
+    if slot_nbytes < needed:
+        raise ConfigError(f"transport.staging_slot_bytes is {slot_nbytes}; a token's KV of one layer takes up to {needed}")
+    if nbytes < slot_nbytes:
+        raise ConfigError(f"transport.staging_bytes is {nbytes}: not one slot of {slot_nbytes} (transport.staging_slot_bytes)")
