@@ -79,6 +79,19 @@ class LinearFactory:
 
         return Linear(apply, self._prefill_sizes(apply, weight) if _counts_matter(weight.dtype) else ())
 
+    def make_per_head(self, weight: Tensor) -> Linear:
+        """A matrix per head, `weight` [num_heads, num_inputs, num_outputs]: maps [num_rows, num_heads * num_inputs] to
+        [num_rows, num_heads * num_outputs]. Not packed: torch's batched product was measured to keep the same rules."""
+        num_heads, num_inputs, _ = weight.shape
+
+        def apply(x: Tensor) -> Tensor:
+            heads_first = x.view(x.shape[0], num_heads, num_inputs).transpose(0, 1)
+            return torch.bmm(heads_first, weight).transpose(0, 1).reshape(x.shape[0], -1)
+
+        if weight.device.type != "cpu" or not _counts_matter(weight.dtype):
+            return Linear(apply, ())
+        return Linear(apply, agreeing_sizes(apply, num_heads * num_inputs, weight.dtype))
+
     def _prefill_sizes(self, apply: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[int, ...]:
         key = (weight.shape, weight.dtype)
         if key not in self._probed:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pd_serve.engine.experts_info import ExpertsInfo
+from pd_serve.engine.latent_info import LatentInfo
 from pd_serve.engine.rope import RopeParams
 
 
@@ -18,7 +20,7 @@ class KVShape:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A decoder-only transformer with grouped-query attention and a gated MLP. Sizes are of the whole model, not of a shard."""
+    """A decoder-only transformer. Sizes are of the whole model, not of a shard."""
 
     architecture: str
     num_layers: int
@@ -45,6 +47,11 @@ class ModelInfo:
     layer_windows: tuple[int, ...] = ()
     """By layer: how many keys a query sees at most, its own included; 0: all. Empty: no layer has a window."""
 
+    latent: LatentInfo | None = None
+    """None: keys and values are cached. With latents num_kv_heads is 1 and head_dim that of the cached vector."""
+    experts: ExpertsInfo | None = None
+    """None: every layer has a plain MLP."""
+
     @property
     def kv_shape(self) -> KVShape:
-        return KVShape(2, self.num_kv_heads, self.head_dim)
+        return KVShape(2 if self.latent is None else 1, self.num_kv_heads, self.head_dim)

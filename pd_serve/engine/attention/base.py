@@ -38,6 +38,8 @@ class AttentionGeometry:
     windows: tuple[int, ...] = (FULL,)
     """Every window that some layer has."""
     has_sinks: bool = False
+    num_planes: int = 2
+    """Keys and values; 1: latents, which are keys and values at once (MLA, absorbed)."""
 
     @property
     def scale(self) -> float:

@@ -1,6 +1,7 @@
 """Copying scattered blocks side by side, into memory that is reused by every layer and step: fresh pages cost more than the copy.
 
-The buffer holds the keys of all gathered sequences, then their values:  [2, num_blocks, block_size, num_kv_heads, head_dim].
+The buffer holds the keys of all gathered sequences, then their values:  [num_planes, num_blocks, block_size, num_kv_heads, head_dim].
+Latents (MLA) are one plane, which is both.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ class Gather:
     sources: Tensor
     """Planes of blocks to copy (KVLayer.gather)."""
     target: Tensor
-    """[num_half_blocks, half_block_width]"""
+    """[num_gathered_planes, plane_width]"""
     target_rows: Tensor
-    """The same memory by token, [2 * num_gathered_tokens, num_kv_heads * head_dim]."""
+    """The same memory by token, [num_planes * num_gathered_tokens, num_kv_heads * head_dim]."""
     blank_rows: Tensor
     """Those of them that lie beyond their sequence."""
 
@@ -39,8 +40,9 @@ class Gather:
 class GatherBuffer:
     def __init__(self, geometry: AttentionGeometry, dtype: torch.dtype) -> None:
         self._geometry = geometry
+        self._num_planes = geometry.num_planes
         self._row_width = geometry.num_kv_heads * geometry.head_dim
-        self.half_block_width = geometry.block_size * self._row_width
+        self.plane_width = geometry.block_size * self._row_width
         self._memory = torch.empty(0, dtype=dtype)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -48,7 +50,7 @@ class GatherBuffer:
 
     def reserve(self, num_blocks: int) -> None:
         """Make room; grows by doubling. Views made before stay on the old memory."""
-        needed = 2 * num_blocks * self.half_block_width
+        needed = self._num_planes * num_blocks * self.plane_width
         if self._memory.numel() < needed:
             self._memory = torch.empty(max(needed, 2 * self._memory.numel()), dtype=self._memory.dtype)
 
@@ -65,12 +67,12 @@ class GatherBuffer:
             blanks.append(np.arange(first_row + span.context_len, first_row + padded_len))
             first_row += len(table) * self._geometry.block_size
         blocks, blank = np.concatenate(tables), np.concatenate(blanks)
-        target = self._memory[: 2 * len(blocks) * self.half_block_width].view(-1, self.half_block_width)
+        target = self._memory[: self._num_planes * len(blocks) * self.plane_width].view(-1, self.plane_width)
         return Gather(
-            sources=torch.from_numpy(np.concatenate((2 * blocks, 2 * blocks + 1))),
+            sources=torch.from_numpy(np.concatenate([self._num_planes * blocks + plane for plane in range(self._num_planes)])),
             target=target,
             target_rows=target.view(-1, self._row_width),
-            blank_rows=torch.from_numpy(np.concatenate((blank, blank + first_row))),
+            blank_rows=torch.from_numpy(np.concatenate([blank + plane * first_row for plane in range(self._num_planes)])),
         )
 
     def views(self, first_block: int, num_sequences: int, padded_len: int, num_blocks: int) -> tuple[Tensor, Tensor]:
@@ -79,8 +81,8 @@ class GatherBuffer:
         Each [num_sequences, num_kv_heads, padded_len, head_dim].
         """
         geometry = self._geometry
-        memory = self._memory[: 2 * num_blocks * self.half_block_width].view(2, num_blocks, -1)
+        memory = self._memory[: self._num_planes * num_blocks * self.plane_width].view(self._num_planes, num_blocks, -1)
         own = memory[:, first_block : first_block + num_sequences * self.num_blocks_for(padded_len)]
         shape = (num_sequences, -1, geometry.num_kv_heads, geometry.head_dim)
-        keys, values = (half.view(shape)[:, :padded_len].transpose(1, 2) for half in own.unbind(0))
-        return keys, values
+        planes = [plane.view(shape)[:, :padded_len].transpose(1, 2) for plane in own.unbind(0)]
+        return planes[0], planes[-1]

@@ -13,12 +13,14 @@ from pathlib import Path
 
 from pd_serve.engine.checkpoint import Checkpoint
 from pd_serve.engine.config_json import ConfigJson, read_json
-from pd_serve.engine.families import gemma3, llama, phi3
+from pd_serve.engine.families import deepseek, gemma3, llama, moe, phi3
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.errors import ModelError
 
 _FAMILIES: Mapping[str, Callable[[ConfigJson, str], ModelInfo]] = {
     **dict.fromkeys(llama.ARCHITECTURES, llama.describe),
+    **dict.fromkeys(moe.ARCHITECTURES, moe.describe),
+    **dict.fromkeys(deepseek.ARCHITECTURES, deepseek.describe),
     **dict.fromkeys(gemma3.ARCHITECTURES, gemma3.describe),
     **dict.fromkeys(phi3.ARCHITECTURES, phi3.describe),
 }

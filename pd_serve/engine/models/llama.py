@@ -1,4 +1,4 @@
-"""The decoder that Llama, Mistral, Qwen2 and Qwen3 share: grouped-query attention with rotary positions, and a gated MLP.
+"""The decoder that Llama, Mistral, Mixtral, Qwen2 and Qwen3 share: grouped-query attention with rotary positions, a gated MLP or experts.
 
 Computes all tokens of a step at once, whatever sequences they belong to; only attention knows sequences. q, k and v are one matrix, so are
 gate and up; q and k are rotated together, in place. Owned by the engine thread, called by the runner.
@@ -22,6 +22,8 @@ from pd_serve.engine.attention.base import FULL, AttentionBackend, LayerRule, Pl
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.linear import Linear, LinearFactory
 from pd_serve.engine.model_info import ModelInfo
+from pd_serve.engine.models.mlp import FeedForward
+from pd_serve.engine.models.moe import load_feed_forward
 from pd_serve.engine.models.norm import RMSNorm
 from pd_serve.engine.models.rotary import RotaryTable, rotate_
 from pd_serve.engine.parallel import Collective
@@ -40,8 +42,7 @@ class _Layer:
     query_key_norm: RMSNorm | None
     output: Linear
     mlp_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
+    mlp: FeedForward
 
 
 class LlamaModel(Generic[PlanT]):
@@ -89,8 +90,7 @@ class LlamaModel(Generic[PlanT]):
             if num_rows != inputs.num_tokens:
                 attended = torch.cat((attended, attended))
             hidden = hidden + all_reduce(layer.output(attended, num_decode))
-            gate, up = layer.gate_up(layer.mlp_norm(hidden), num_decode).chunk(2, dim=-1)
-            hidden = hidden + all_reduce(layer.down(F.silu(gate).mul_(up), num_decode))
+            hidden = hidden + all_reduce(layer.mlp(layer.mlp_norm(hidden), num_decode))
         if not inputs.sampled_entries:
             return self._embedding.new_empty(0, info.vocab_size)
         sampled = self._norm(hidden.index_select(0, inputs.sampled_rows))
@@ -119,21 +119,20 @@ class _LayerLoader:
         self._weights = weights
         self._linears = linears
         self._share = share
+        self._index = index
         self._prefix = f"model.layers.{index}."
 
     def load(self) -> _Layer:
         info, size = self._info, self._info.head_dim
         query = _Outputs(info.num_heads * size, scaled(self._share.of(info.num_heads), size))
         key = _Outputs(info.num_kv_heads * size, scaled(self._share.of_kv_heads(info.num_kv_heads), size))
-        mlp = _Outputs(info.intermediate_size, self._share.of(info.intermediate_size))
         return _Layer(
             input_norm=self._norm("input_layernorm"),
             qkv=self._split({"self_attn.q_proj": query, "self_attn.k_proj": key, "self_attn.v_proj": key}, has_bias=info.has_qkv_bias),
             query_key_norm=self._query_key_norm() if info.has_qk_norm else None,
             output=self._summed("self_attn.o_proj", query, has_bias=info.has_output_bias),
             mlp_norm=self._norm("post_attention_layernorm"),
-            gate_up=self._split({"mlp.gate_proj": mlp, "mlp.up_proj": mlp}, has_bias=info.has_mlp_bias),
-            down=self._summed("mlp.down_proj", mlp, has_bias=info.has_mlp_bias),
+            mlp=load_feed_forward(info, self._weights, self._linears, self._share, self._index),
         )
 
     def _split(self, projections: Mapping[str, _Outputs], *, has_bias: bool) -> Linear:

@@ -12,6 +12,7 @@ from pd_serve.engine.attention.registry import attention_for
 from pd_serve.engine.families import phi3
 from pd_serve.engine.families.gemma3 import Gemma3Info
 from pd_serve.engine.kv_cache import PagedCache
+from pd_serve.engine.latent_info import LatentInfo
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.llama import LayerHook, LlamaModel
 from pd_serve.engine.models.rotary import RotaryTable
@@ -39,6 +40,8 @@ def build_model(info: ModelInfo, weights: WeightSource, settings: BuildSettings)
     """
     if isinstance(info, Gemma3Info):
         return _build_gemma3(info, weights, settings)
+    if info.latent is not None:
+        return _build_deepseek(info, info.latent, weights, settings)
     if info.architecture in phi3.ARCHITECTURES:
         from pd_serve.engine.models.phi3 import SplitWeights
 
@@ -58,6 +61,17 @@ def geometry_of(info: ModelInfo, settings: BuildSettings) -> AttentionGeometry:
         max_len=settings.max_len,
         windows=tuple(sorted(set(info.layer_windows))) or (FULL,),
     )
+
+
+def _build_deepseek(
+    info: ModelInfo, latent: LatentInfo, weights: WeightSource, settings: BuildSettings
+) -> tuple[DecoderModel[Any], AttentionBackend[Any]]:
+    from pd_serve.engine.models.deepseek import DeepseekModel
+
+    geometry = replace(geometry_of(info, settings), query_scale=latent.query_scale, num_planes=1)
+    attention = attention_for(geometry, settings.dtype, settings.device)
+    rotary = RotaryTable(info.rope, latent.rope_head_dim, settings.max_len, settings.dtype, settings.device)
+    return DeepseekModel(info, weights, rotary, attention, settings.group), attention
 
 
 def _build_gemma3(info: Gemma3Info, weights: WeightSource, settings: BuildSettings) -> tuple[DecoderModel[Any], AttentionBackend[Any]]:
