@@ -13,8 +13,10 @@ from typing import TypeVar
 import pytest
 import torch
 
+from pd_serve.config import Config
 from pd_serve.engine.checkpoint import Checkpoint
 from pd_serve.engine.families.registry import describe
+from pd_serve.engine.loader import plan_engine
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.parallel import Collective, SingleRank, check_degree, open_group
 from pd_serve.engine.parallel_shares import Share, degrees, scaled
@@ -159,3 +161,20 @@ def test_elements_of_heads_follow_the_heads() -> None:
     assert scaled(range(2, 4), 16) == range(32, 64)
     assert [Share(rank, 4).of_kv_heads(2) for rank in range(4)] == [range(1), range(1), range(1, 2), range(1, 2)]
     assert [Share(rank, 2).is_first for rank in range(2)] == [True, False]
+
+
+def test_ranks_agree_on_the_pool_that_fits_all_of_them(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model")
+
+    def num_blocks(group: Collective) -> int:
+        kv = {"memory_bytes": (3 - group.rank) << 20}
+        return plan_engine(folder, _config(kv, tp=2), group).layout.num_blocks
+
+    with _group(2, f"file://{tmp_path}/group") as on_all:
+        agreed = on_all(num_blocks)
+    alone = plan_engine(folder, _config({"memory_bytes": 2 << 20}, tp=1)).layout.num_blocks
+    assert agreed == [2 * alone, 2 * alone]
+
+
+def _config(kv: dict[str, int], tp: int) -> Config:
+    return Config.model_validate({"model": {"dtype": "float32"}, "kv": kv, "engine": {"device": "cpu", "tp": tp}})
