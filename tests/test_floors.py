@@ -61,7 +61,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "uvicorn": ("router.main", "workers.front", "pd_serve.protocol.server"),
     "ucp": ("pd_serve.transport.ucx.ucxpy",),
     "libucx": ("pd_serve.transport.ucx.libucp",),
-    "nixl": ("pd_serve.transport.nixl",),
+    "nixl_cu12": ("pd_serve.transport.nixl.binding",),
     "gguf": ("pd_serve.model_store*",),
     "huggingface_hub": ("pd_serve.model_store*",),
     "typer": ("pd_serve.cli*",),

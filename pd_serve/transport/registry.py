@@ -12,6 +12,7 @@ TransportFactory = Callable[[TransportSettings, EventSink], Transport]
 
 _FACTORIES = {
     "ucx": "pd_serve.transport.ucx.transport:UcxTransport",
+    "nixl": "pd_serve.transport.nixl.transport:NixlTransport",
     "loopback": "pd_serve.transport.loopback:LoopbackTransport",
     "faulty": "pd_serve.transport.faulty:FaultyTransport",
 }

@@ -42,6 +42,13 @@ def _ucx() -> TransportFactory:
     return factory
 
 
+def _nixl() -> TransportFactory:
+    """Opens the library at once: where it is missing, the reason is known before any node is made."""
+    import_module("pd_serve.transport.nixl.binding").NixlBinding("127.0.0.1")
+    factory: TransportFactory = import_module("pd_serve.transport.nixl.transport").NixlTransport
+    return factory
+
+
 IMPLEMENTATIONS = (
     Implementation("loopback-one-sided", "shm", True, _loopback),
     Implementation("loopback-checked", "tcp", False, _loopback),
@@ -51,4 +58,6 @@ IMPLEMENTATIONS = (
     Implementation("slow-checked", "tcp", False, _slow),
     Implementation("ucx-shm", "shm", True, _ucx),
     Implementation("ucx-tcp", "tcp", False, _ucx),
+    Implementation("nixl-cma", "shm", True, _nixl),
+    Implementation("nixl-tcp", "tcp", False, _nixl),
 )
