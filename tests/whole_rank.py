@@ -19,12 +19,13 @@ from pd_serve.transport.loopback_fabric import LoopbackFabric
 from pd_serve.transport.registry import TransportFactory
 from tests.fake_engine import VOCAB_SIZE, FakeRunner, small_layout
 from tests.rank_driver import RankDriver
-from workers.control_loop import ControlLoop, RankMessage, RankParts
+from workers.control_loop import ControlLoop, RankParts
 from workers.engine_thread import EngineThread, LayerHook
 from workers.front_socket import FrontSocket
 from workers.inbox import Inbox
 from workers.machine import WorkerMachine
 from workers.rank_group import RankGroup
+from workers.rank_start import RankMessage
 from workers.settings import MachineSettings
 from workers.transport_commands import AllocatePool
 from workers.transport_thread import TransportThread

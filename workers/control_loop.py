@@ -59,8 +59,9 @@ from workers.inbox import Inbox
 from workers.machine import WorkerMachine
 from workers.rank_frames import FollowerFrame, FollowerReady, FollowerSocket, RunStep
 from workers.rank_group import RankGroup, RankOutput
+from workers.rank_start import RankMessage
 from workers.samples import SampleBuffer
-from workers.transport_commands import BeginStep, SamplesObserved, StepEnded, TransportFailed, TransportOutput
+from workers.transport_commands import BeginStep, SamplesObserved, StepEnded, TransportFailed
 from workers.transport_thread import TransportThread
 
 _log = logging.getLogger(__name__)
@@ -72,9 +73,6 @@ _REPORT_SLACK = 0.1
 """Share of its interval by which a report may be early."""
 _BUSY_REPORT_S = 0.5
 """Longest interval of a rank that has work: how old its metrics may be."""
-
-RankMessage = TransportOutput | StepDone | StepFailed | EngineFailed
-"""What the other threads put into the inbox."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -351,7 +351,7 @@ def _resolved(config: Config, role: Role, port: int) -> Config:
     worker, engine = config.worker, config.engine
     advertise = advertised_host(worker.host, worker.advertise, worker.routers)
     worker_id = worker.id or f"{socket.gethostname()}-{role.value}-{port}"
-    threads = engine.threads or len(parse_cores(engine.cpu_affinity)) or usable_cores()
+    threads = engine.threads or max(1, (len(parse_cores(engine.cpu_affinity)) or usable_cores()) // engine.tp)
     return config.model_copy(
         update={
             "worker": worker.model_copy(update={"id": worker_id, "port": port, "advertise": advertise}),

@@ -53,8 +53,6 @@ class FollowerReady:
 
     metadata: bytes
     pid: int
-    device: str
-    num_blocks: int
 
 
 LeaderFrame = (

@@ -26,7 +26,7 @@ import msgspec
 from pd_serve.engine.batch import StepResult
 from pd_serve.ids import LeaseId, PeerId, WorkerId
 from pd_serve.kv.routes import plan_routes
-from pd_serve.protocol.notify import ALL_CONTRIBUTORS, Abandon, NoticeUnion
+from pd_serve.protocol.notify import ALL_CONTRIBUTORS, Abandon
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from workers.events import (
     AddPeer,
@@ -207,8 +207,8 @@ class RankGroup:
                 return self._step_ended(rank, output)
             case TransportReported(report):
                 return self._reported(rank, report)
-            case NoticeArrived(peer, notice):
-                return self._notice(rank, peer, notice)
+            case NoticeArrived():
+                return self._notice(rank, output)
             case FlushDone():
                 return [output]
             case WindowOpened(lease_id):
@@ -262,11 +262,12 @@ class RankGroup:
         """The join that a rank speaks of; None if that is over."""
         return None if (rank, other_id) in self._removing else self._pairs.get((rank, other_id))
 
-    def _notice(self, rank: int, other_id: PeerId, notice: NoticeUnion) -> list[Event]:
-        found = self._known(rank, other_id)
+    def _notice(self, rank: int, output: NoticeArrived) -> list[Event]:
+        found = self._known(rank, output.peer)
         if found is None:
             return []
         known, pair = found
+        notice = output.notice
         if isinstance(notice, Abandon) or notice.contributor == ALL_CONTRIBUTORS:
             may_say_so = pair == (0, 0)
         else:
@@ -274,7 +275,7 @@ class RankGroup:
         if not may_say_so:
             self._num_strays += 1
             return []
-        return [NoticeArrived(known.peer, notice)]
+        return [replace(output, peer=known.peer) if pair[1] else output]
 
     def _reported(self, rank: int, report: PeerJoined | PeerRefused | PeerLost | PeerFenced) -> list[Event]:
         found = self._known(rank, report.peer)

@@ -1,7 +1,8 @@
-"""What a front tells the rank process it starts: one JSON file, whose path is the only argument of `python -m workers.rank`.
+"""What a front tells a rank process it starts: one JSON file, whose path is the only argument of `python -m workers.rank`.
 
-The front owns the file and the Unix socket (both in a folder that only this user may enter) and removes them when it ends. The rank
-connects to `socket_path`, sends RankReady once it can serve, and exits when the socket closes: a rank without its front serves nobody.
+The front owns the files and the Unix socket (all in a folder that only this user may enter) and removes them when it ends. Rank 0 connects
+to `socket_path`, sends RankReady once the worker can serve, and exits when the socket closes: a rank without its front serves nobody. The
+other ranks speak to rank 0 only, over socket pairs that they inherit.
 """
 
 from __future__ import annotations
@@ -28,9 +29,15 @@ class RankSpec(BaseModel):
     socket_path: str
     """Unix socket the front listens on; 4-byte little-endian length, then one FrontFrame or RankFrame."""
     config: Config
+    rank: int = 0
+    group_fds: tuple[int, ...] = ()
+    """Inherited sockets: on rank 0 to the ranks 1, 2, ... in order; on another rank the one to rank 0."""
+    rendezvous: str = ""
+    """Where the engines of several ranks meet (engine/parallel.py)."""
 
     @property
     def peer(self) -> PeerId:
+        """The worker."""
         return PeerId(WorkerId(self.worker_id), Incarnation(self.incarnation))
 
     def write(self, path: Path) -> None:

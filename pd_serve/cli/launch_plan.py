@@ -90,13 +90,15 @@ def plan_launch(sources: Sources, machine: Machine, resolve_model: Callable[[str
     router = _plan_router(base, router_port)
     workers: list[ProcessPlan] = []
     threads = divide_cores(machine.num_cores, sum(counts.values()))
+    num_ranks = 0
     for role, count in counts.items():
         for index in range(count):
             position = len(workers)
             config = _with_model(configs[role], folders)
             config = _with_place(config, f"{role.value}-{index}", ports[position], router.address)
             config = _with_threads(config, threads[position])
-            workers.append(_plan_worker(role, config, _gpu_env(config, machine, position)))
+            workers.append(_plan_worker(role, config, _gpu_env(config, machine, num_ranks)))
+            num_ranks += config.engine.tp
     return LaunchPlan(router, tuple(workers), base)
 
 
@@ -132,17 +134,24 @@ def _with_place(config: Config, name: str, port: int, router_address: str) -> Co
 
 
 def _with_threads(config: Config, share: int) -> Config:
-    return _replace(config, engine=config.engine.model_copy(update={"threads": config.engine.threads or share}))
+    """`share`: threads of the whole worker; the setting is of each of its ranks."""
+    engine = config.engine
+    return _replace(config, engine=engine.model_copy(update={"threads": engine.threads or max(1, share // engine.tp)}))
 
 
 def _replace(config: Config, **sections: object) -> Config:
     return config.model_copy(update=sections)
 
 
-def _gpu_env(config: Config, machine: Machine, position: int) -> dict[str, str]:
-    if config.engine.device == "cpu" or not machine.gpus:
+def _gpu_env(config: Config, machine: Machine, num_ranks_before: int) -> dict[str, str]:
+    """A device for each of the worker's ranks; workers share them where there are too few. Raises ConfigError for too few for one worker."""
+    gpus, num_ranks = machine.gpus, config.engine.tp
+    if config.engine.device == "cpu" or not gpus:
         return {}
-    return {"CUDA_VISIBLE_DEVICES": machine.gpus[position % len(machine.gpus)]}
+    if num_ranks > len(gpus):
+        raise ConfigError(f"engine.tp {num_ranks} needs as many devices, there are {len(gpus)}")
+    chosen = [gpus[(num_ranks_before + rank) % len(gpus)] for rank in range(num_ranks)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(chosen)}
 
 
 def _plan_router(base: Config, port: int) -> ProcessPlan:

@@ -69,7 +69,7 @@ def plan_engine(path: Path, config: Config, group: Collective | None = None) -> 
     if config.model.max_len > info.max_len:
         raise ConfigError(f"model.max_len {config.model.max_len} is beyond the model's {info.max_len} tokens")
     check_degree(info, group.num_ranks)
-    device = _device(config.engine.device)
+    device = choose_device(config.engine.device)
     layout = KVLayout(
         num_layers=info.num_layers,
         num_kv_heads=len(rank_heads(info.kv_shape.num_heads, group.num_ranks, group.rank)),
@@ -125,7 +125,8 @@ def load_runner(
     return ModelRunner(model, attention, cache, sampler, device, clock)
 
 
-def _device(name: str) -> torch.device:
+def choose_device(name: str) -> torch.device:
+    """`auto`, `cpu` or `cuda`. Raises ConfigError."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
