@@ -23,7 +23,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 96,
     "num_hidden_layers": 3,
@@ -48,7 +48,7 @@ _YARN = _rope("yarn", factor=4.0, original_max_position_embeddings=256)
 _LINEAR = _rope("linear", factor=2.0)
 
 _GEMMA3: dict[str, Any] = {
-    **_SIZES,
+    **SIZES,
     "head_dim": 32,
     "num_hidden_layers": 4,
     "tie_word_embeddings": True,
@@ -58,25 +58,25 @@ _GEMMA3: dict[str, Any] = {
 }
 
 TINY_MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SIZES)),
     "llama-tied-biased": lambda: LlamaForCausalLM(
-        LlamaConfig(**{**_SIZES, "tie_word_embeddings": True}, attention_bias=True, mlp_bias=True)
+        LlamaConfig(**{**SIZES, "tie_word_embeddings": True}, attention_bias=True, mlp_bias=True)
     ),
-    "llama-llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, rope_parameters=_LLAMA3)),
-    "llama-linear-rope": lambda: LlamaForCausalLM(LlamaConfig(**_SIZES, rope_parameters=_LINEAR)),
-    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES)),
-    "qwen2-yarn": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES, rope_parameters=_YARN)),
-    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**_SIZES, head_dim=32)),
-    "mistral": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=None)),
-    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**_SIZES, sliding_window=70)),
-    "qwen2-window": lambda: Qwen2ForCausalLM(Qwen2Config(**_SIZES, use_sliding_window=True, sliding_window=48, max_window_layers=1)),
-    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES)),
-    "phi3-window": lambda: Phi3ForCausalLM(Phi3Config(**_SIZES, sliding_window=90)),
+    "llama-llama3-rope": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=_LLAMA3)),
+    "llama-linear-rope": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, rope_parameters=_LINEAR)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES)),
+    "qwen2-yarn": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, rope_parameters=_YARN)),
+    "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=32)),
+    "mistral": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=None)),
+    "mistral-window": lambda: MistralForCausalLM(MistralConfig(**SIZES, sliding_window=70)),
+    "qwen2-window": lambda: Qwen2ForCausalLM(Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=48, max_window_layers=1)),
+    "phi3": lambda: Phi3ForCausalLM(Phi3Config(**SIZES)),
+    "phi3-window": lambda: Phi3ForCausalLM(Phi3Config(**SIZES, sliding_window=90)),
     "gemma3": lambda: Gemma3ForCausalLM(Gemma3TextConfig(**_GEMMA3)),
     "gemma3-softcap": lambda: Gemma3ForCausalLM(
         Gemma3TextConfig(**{**_GEMMA3, "tie_word_embeddings": False}, final_logit_softcapping=3.0, attention_bias=True)
     ),
-    "mistral-mha": lambda: MistralForCausalLM(MistralConfig(**{**_SIZES, "num_key_value_heads": 4}, sliding_window=4096)),
+    "mistral-mha": lambda: MistralForCausalLM(MistralConfig(**{**SIZES, "num_key_value_heads": 4}, sliding_window=4096)),
 }
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from pd_serve.engine.checkpoint import Checkpoint
 from pd_serve.engine.config_json import ConfigJson, read_json
-from pd_serve.engine.families import deepseek, gemma3, llama, moe, phi3
+from pd_serve.engine.families import deepseek, fallback, gemma3, llama, moe, phi3
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.errors import ModelError
 
@@ -35,7 +35,7 @@ def describe(path: Path, *, has_weights: bool = True) -> ModelInfo:
     config = read_json(path / "config.json")
     architecture = _architecture(config)
     _refuse_quantized(config)
-    info = _FAMILIES[architecture](config, architecture)
+    info = _FAMILIES.get(architecture, fallback.describe)(config, architecture)
     return replace(
         info,
         eos_token_ids=_eos_token_ids(path, config),
@@ -48,8 +48,12 @@ def _architecture(config: ConfigJson) -> str:
     for name in names:
         if name in _FAMILIES:
             return name
+    for name in names:
+        if fallback.is_known(name):
+            return name
     shown = ", ".join(names) or "none named"
-    raise ModelError(f"{config.path}: architecture not supported ({shown}); supported: {', '.join(_FAMILIES)}")
+    own = ", ".join(_FAMILIES)
+    raise ModelError(f"{config.path}: architecture not supported ({shown}); supported: {own}, and other …ForCausalLM of transformers")
 
 
 def _refuse_quantized(config: ConfigJson) -> None:

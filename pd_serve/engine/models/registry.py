@@ -10,6 +10,7 @@ from torch import Tensor
 from pd_serve.engine.attention.base import FULL, AttentionBackend, AttentionGeometry
 from pd_serve.engine.attention.registry import attention_for
 from pd_serve.engine.families import phi3
+from pd_serve.engine.families.fallback import FallbackInfo
 from pd_serve.engine.families.gemma3 import Gemma3Info
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.latent_info import LatentInfo
@@ -38,6 +39,10 @@ def build_model(info: ModelInfo, weights: WeightSource, settings: BuildSettings)
 
     Raises ModelError where a tensor is missing or has another shape than `info` says.
     """
+    if isinstance(info, FallbackInfo):
+        from pd_serve.engine.models.fallback_load import build_fallback
+
+        return build_fallback(info, weights, settings)
     if isinstance(info, Gemma3Info):
         return _build_gemma3(info, weights, settings)
     if info.latent is not None:
