@@ -9,6 +9,7 @@ Sources: Mixtral (arXiv:2401.04088), Qwen3 (arXiv:2505.09388), DeepSeek-V2 (arXi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -32,12 +33,12 @@ class Router:
         """[num_rows, hidden_size] to weights [num_rows, num_chosen] float32, and the experts' numbers, of the same shape."""
         info = self._info
         logits = self._gate(x.float() if info.has_float32_router else x, num_decode_rows).float()
-        scores = logits.softmax(-1) if info.scoring is Scoring.SOFTMAX else logits.sigmoid()
+        scores = logits.softmax(-1) if info.scoring is Scoring.SOFTMAX else _sigmoid(logits)
         merits = self._within_groups(scores if self._bias is None else scores + self._bias)
         chosen = merits.topk(info.num_chosen, dim=-1).indices
         weights = scores.gather(1, chosen)
         if info.is_normalized:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (_row_sums(weights) + 1e-20)[:, None]
         return weights * info.scaling, chosen
 
     def _within_groups(self, merits: Tensor) -> Tensor:
@@ -47,9 +48,21 @@ class Router:
             return merits
         grouped = merits.view(merits.shape[0], info.num_groups, -1)
         num_judged = 1 if info.scoring is Scoring.SOFTMAX else 2
-        best = grouped.topk(num_judged, dim=-1).values.sum(-1).topk(info.num_chosen_groups, dim=-1).indices
+        judged = _row_sums(grouped.topk(num_judged, dim=-1).values)
+        best = judged.topk(info.num_chosen_groups, dim=-1).indices
         is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=merits.device).scatter_(1, best, False)
         return grouped.masked_fill(is_out[..., None], float("-inf")).view(merits.shape)
+
+
+def _sigmoid(logits: Tensor) -> Tensor:
+    """As softmax of (logit, 0). torch's own sigmoid rounds the last elements of a tensor otherwise than the others, so that a row's bits
+    would depend on how many rows there are (seen in float32)."""
+    return torch.stack((logits, torch.zeros_like(logits)), dim=-1).softmax(-1)[..., 0]
+
+
+def _row_sums(x: Tensor) -> Tensor:
+    """Over the last dimension, from its first element to its last in every row."""
+    return reduce(torch.add, x.unbind(-1))
 
 
 class SparseMLP:
