@@ -9,7 +9,7 @@ from math import inf
 
 from pd_serve.errors import IncompatibleError
 from pd_serve.ids import WorkerId
-from pd_serve.protocol.exchange import exchange_problem
+from pd_serve.protocol.exchange import differences
 from pd_serve.protocol.link import Step, Welcome
 from pd_serve.wire import PROTOCOL_VERSION
 
@@ -28,12 +28,10 @@ def check_compatible(welcome: Welcome, text_vocab_size: int, reference: Welcome 
     if reference is None:
         return
     other = str(reference.info.peer)
-    _same("model fingerprint", info.model_fingerprint, reference.info.model_fingerprint, other)
+    if found := differences(info, reference.info):
+        raise IncompatibleError("; ".join(_difference(*difference, other) for difference in found))
     _same("vocabulary size", welcome.vocab_size, reference.vocab_size, other)
     _same("end-of-sequence ids", welcome.eos_token_ids, reference.eos_token_ids, other)
-    _same("transport", info.transport, reference.info.transport, other)
-    if problem := exchange_problem(info, reference.info):
-        _same(*problem, other)
 
 
 def nonsense_in(frame: Step, vocab_size: int) -> str:
@@ -53,4 +51,8 @@ def nonsense_in(frame: Step, vocab_size: int) -> str:
 
 def _same(what: str, mine: object, theirs: object, whose: str) -> None:
     if mine != theirs:
-        raise IncompatibleError(f"{what} {mine!r} here, {theirs!r} at {whose}")
+        raise IncompatibleError(_difference(what, mine, theirs, whose))
+
+
+def _difference(what: str, mine: object, theirs: object, whose: str) -> str:
+    return f"{what} {mine!r} here, {theirs!r} at {whose}"

@@ -88,6 +88,8 @@ class _Address:
     worker: LinkedWorker | None = None
     link: Link | None = None
     refusal: str = ""
+    refused: Welcome | None = None
+    """What it presented itself as when it was not taken."""
     last_reason: str = ""
 
 
@@ -132,6 +134,10 @@ class WorkerPool:
     def refusals(self) -> tuple[str, ...]:
         """Why workers that answered are not used."""
         return tuple(address.refusal for address in self._addresses.values() if address.refusal)
+
+    def refused(self) -> tuple[tuple[Welcome, str], ...]:
+        """Workers that presented themselves and were not taken, with the reasons."""
+        return tuple((address.refused, address.refusal) for address in self._addresses.values() if address.refused and address.refusal)
 
     # ---- registration
 
@@ -297,6 +303,7 @@ class WorkerPool:
         except IncompatibleError as error:
             self._metrics.count("pd_serve_refused_workers_total")
             self._refuse(address, link, error.message)
+            address.refused = frame
             return
         peer = frame.info.peer
         twin = next((worker for worker in self._workers.values() if worker.peer.worker_id == peer.worker_id), None)
@@ -307,7 +314,7 @@ class WorkerPool:
             twin.link.abort(f"{peer} has taken its name")
             self._link_ended(self._addresses.get(twin.address, address), twin.link, f"{peer} has taken its name")
         load = Load(0, frame.info.role, True, _NO_BLOCKS, 0, 0, 0, 0, 0)  # draining: nothing is sent there before its first own Load
-        address.refusal, address.last_reason, address.expected, address.link = "", "", peer, link
+        address.refusal, address.refused, address.last_reason, address.expected, address.link = "", None, "", peer, link
         address.worker = self._workers[peer] = LinkedWorker(peer, address.url, link, frame, load, asyncio.get_running_loop().time())
         logger.info("linked to %s (%s) at %s", peer, frame.info.role.value, address.url)
         self._export_workers()

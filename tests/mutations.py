@@ -289,7 +289,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "any-model-joins": Mutation(
         "router/compatibility.py",
-        '_same("model fingerprint", info.model_fingerprint, reference.info.model_fingerprint, other)',
+        "if found := differences(info, reference.info):",
         "pass",
         _ROUTER + "test_routing.py::test_incompatible_workers_are_refused_with_both_values",
     ),

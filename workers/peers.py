@@ -16,7 +16,7 @@ from enum import Enum, auto
 from math import inf
 
 from pd_serve.ids import LinkId, PeerId
-from pd_serve.protocol.exchange import exchange_problem
+from pd_serve.protocol.exchange import differences
 from pd_serve.protocol.link import PeerInfo, PeerState
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from workers.events import Action, AddPeer, HardFence, RemovePeer
@@ -166,17 +166,7 @@ class PeerTable:
 
     def _incompatibility(self, info: PeerInfo) -> str:
         """Why KV cannot be exchanged, with both values; empty if it can."""
-        ours = self._info
-        if info.protocol_version != ours.protocol_version:
-            return f"protocol version {info.protocol_version}, here {ours.protocol_version}"
-        if info.model_fingerprint != ours.model_fingerprint:
-            return f"model {info.model_fingerprint}, here {ours.model_fingerprint}"
-        if info.transport != ours.transport:
-            return f"transport {info.transport}, here {ours.transport}"
-        if problem := exchange_problem(info, ours):
-            what, theirs, own = problem
-            return f"{what} {theirs}, here {own}"
-        return ""
+        return "; ".join(f"{what} {theirs}, here {own}" for what, theirs, own in differences(info, self._info))
 
     def _fence_superseded(self, peer: PeerId, wanted: dict[PeerId, PeerInfo]) -> list[Action]:
         """A worker that was started anew while the old process still holds something here: end the old one."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pd_serve.clock import MonotonicClock
+from pd_serve.engine.identity import identify
 from pd_serve.engine.scheduler import SchedulerSettings
 from pd_serve.errors import ConfigError, PdServeError, UnavailableError
 from pd_serve.ids import new_epoch
@@ -103,6 +104,7 @@ class Rank:
 
     def _welcome(self, plan: EnginePlan, ready: TransportReady, followers: tuple[FollowerReady, ...]) -> Welcome:
         model = self._config.model
+        name = model.name or model.id.rstrip("/").rpartition("/")[2]
         return Welcome(
             info=PeerInfo(
                 peer=self._spec.peer,
@@ -113,8 +115,9 @@ class Rank:
                 transport=self._config.transport.name,
                 transport_metadata=(ready.metadata, *(follower.metadata for follower in followers)),
                 total_kv_heads=plan.info.kv_shape.num_heads,
+                model=identify(name, plan.path, plan.info),
             ),
-            model_name=model.name or model.id.rstrip("/").rpartition("/")[2],
+            model_name=name,
             max_model_len=pool_limited_len(plan.layout, plan.max_len),
             vocab_size=plan.info.vocab_size,
             eos_token_ids=plan.info.eos_token_ids,

@@ -218,20 +218,23 @@ def _run_worker(role: RoleTable, given: Sources) -> int:
     epilog="Examples:\n\n"
     "  pd-serve status                 a live table until Ctrl-C\n\n"
     "  pd-serve status --json | jq '.workers[].ready'\n\n"
+    "  pd-serve status --pairs         which workers fit each other, and what their transfers convert\n\n"
     "  pd-serve status --config /tmp/pd-serve-up-x/router.toml       where pd-serve up has drawn a secret"
 )
 def status(
     router: RouterOption = DEFAULT_ROUTER,
     json: JsonOption = False,
     once: Annotated[bool, typer.Option("--once", help="Print the table once instead of keeping it up to date")] = False,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Show which pairs of workers may work together, and which have joined")] = False,
     interval: Annotated[float, typer.Option("--interval", min=0.1, help="Seconds between two looks")] = 1.0,
     config: ConfigOption = None,
     set_: SetOption = None,
 ) -> int:
     """Show the workers of a router: readiness, queues, KV blocks, lanes. Secret and authority (security) come from the settings."""
-    from pd_serve.cli.status import show_status
+    from pd_serve.cli.status import View, show_status
 
-    return show_status(router, sources(config, set_, ()), as_json=json, once=once, interval_s=interval)
+    view = View.JSON if json else View.PAIRS if pairs else View.WORKERS
+    return show_status(router, sources(config, set_, ()), view, once=once, interval_s=interval)
 
 
 @app.command(

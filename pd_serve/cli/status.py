@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from enum import Enum
 
 import httpx
 from pydantic import ValidationError
@@ -14,14 +15,20 @@ from rich.text import Text
 
 from pd_serve.cli.http import EndpointError, refused, unreachable
 from pd_serve.config_sources import Sources, load_config
-from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PeerLaneStatus, RouterStatus, WorkerStatus
+from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PairStatus, PeerLaneStatus, RouterStatus, WorkerStatus
 from pd_serve.tls import client_tls
 
 _BAR_WIDTH = 6
 _COUNTS = ("run", "wait", "prefill", "leases")
 
 
-def show_status(router: str, sources: Sources, as_json: bool, once: bool, interval_s: float) -> int:
+class View(Enum):
+    WORKERS = "workers"
+    PAIRS = "pairs"
+    JSON = "json"
+
+
+def show_status(router: str, sources: Sources, view: View, once: bool, interval_s: float) -> int:
     """Raises EndpointError when the router cannot be asked, ConfigError for a mistake in the settings."""
     url = router.rstrip("/")
     security = load_config(sources).security
@@ -29,25 +36,25 @@ def show_status(router: str, sources: Sources, as_json: bool, once: bool, interv
     console = Console(highlight=False)
     with httpx.Client(base_url=url, headers=headers, timeout=5.0, trust_env=False, verify=client_tls(security)) as client:
         status = _ask(client, url)
-        if as_json:
+        if view is View.JSON:
             print(status.model_dump_json())
             return 0
         if once or not console.is_terminal:
-            console.print(render(url, status))
+            console.print(render(url, status, view))
             return 0
         try:
-            with Live(render(url, status), console=console, auto_refresh=False) as live:
+            with Live(render(url, status, view), console=console, auto_refresh=False) as live:
                 while True:
                     time.sleep(interval_s)
                     try:
-                        live.update(render(url, _ask(client, url)), refresh=True)
+                        live.update(render(url, _ask(client, url), view), refresh=True)
                     except EndpointError as error:
                         live.update(Text(error.message, style="red"), refresh=True)
         except KeyboardInterrupt:
             return 0
 
 
-def render(url: str, status: RouterStatus) -> RenderableType:
+def render(url: str, status: RouterStatus, view: View = View.WORKERS) -> RenderableType:
     head = Text.assemble(
         ("router ", "dim"),
         url,
@@ -58,6 +65,8 @@ def render(url: str, status: RouterStatus) -> RenderableType:
         ("   queued ", "dim"),
         str(status.queued_requests),
     )
+    if view is View.PAIRS:
+        return Group(head, _pairs(status.pairs))
     table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for header in ("worker", "role", "state", *_COUNTS):
         table.add_column(header, justify="right" if header in _COUNTS else "left", no_wrap=True)
@@ -69,6 +78,24 @@ def render(url: str, status: RouterStatus) -> RenderableType:
             worker.id, worker.role.value, _state(worker), *(str(count) for count in counts), _blocks(worker.blocks), _peers(worker.peers)
         )
     return Group(head, table) if status.workers else Group(head, Text("no workers: start some with pd-serve prefill | decode | colocated"))
+
+
+def _pairs(pairs: tuple[PairStatus, ...]) -> RenderableType:
+    """By pair: whether requests can be placed on it, and what its transfers convert; or why the two never will work together."""
+    if not pairs:
+        return Text("no pairs: there have to be a prefill and a decode worker")
+    table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for header in ("prefill", "decode", "state", "lane"):
+        table.add_column(header, no_wrap=True)
+    table.add_column("conversion, or why not")
+    for pair in pairs:
+        if not pair.compatible:
+            state = Text("incompatible", style="red")
+        else:
+            state = Text("joined", style="green") if pair.joined else Text("not joined", style="yellow")
+        detail = pair.conversion if pair.compatible else pair.reason
+        table.add_row(pair.prefill, pair.decode, state, pair.lane or "-", Text(detail))
+    return table
 
 
 def _ask(client: httpx.Client, url: str) -> RouterStatus:

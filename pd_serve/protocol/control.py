@@ -130,9 +130,22 @@ class RecentRequests(ControlModel):
     requests: tuple[RequestTimeline, ...] = Field(description="newest first")
 
 
+class PairStatus(ControlModel):
+    """Two workers, of which one may compute prompts for the other."""
+
+    prefill: str
+    decode: str
+    compatible: bool
+    reason: str = Field(description="what differs, with both values; empty: nothing that matters")
+    joined: bool = Field(description="each has joined the other: requests are placed on such pairs")
+    lane: str = Field(description="what the prefill worker writes over; empty: not joined")
+    conversion: str = Field(description="what a transfer changes, as in `block 16->64, bf16->fp8`; none: KV goes as it lies")
+
+
 class RouterStatus(ControlModel):
     router_id: str
     model: str | None
     open_requests: int
     queued_requests: int
     workers: tuple[WorkerStatus, ...]
+    pairs: tuple[PairStatus, ...] = ()

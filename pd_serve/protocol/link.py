@@ -22,6 +22,7 @@ import msgspec
 
 from pd_serve.ids import AttemptId, Epoch, LeaseId, LinkId, PeerId, RouterId
 from pd_serve.kv.layout import KVLayout
+from pd_serve.protocol.identity import ModelIdentity
 from pd_serve.protocol.sampling import SamplingParams, TokenLogprobs
 from pd_serve.wire import Codec
 
@@ -48,7 +49,7 @@ class PeerInfo(Frame, frozen=True, tag="peer_info"):
     role: Role
     protocol_version: int
     model_fingerprint: str
-    """Model id, content revision, vocabulary: workers whose values differ may not exchange KV."""
+    """Of the content: workers whose values differ may not exchange KV."""
     layout: KVLayout
     """Of one rank; all ranks' are alike."""
     transport: str
@@ -57,6 +58,7 @@ class PeerInfo(Frame, frozen=True, tag="peer_info"):
     """By rank. Opaque: PeerMetadata of that transport, encoded."""
     total_kv_heads: int = 0
     """Of the model, all ranks together; 0: as many as the one rank's layout has."""
+    model: ModelIdentity = ModelIdentity()
 
     @property
     def num_ranks(self) -> int:

@@ -16,6 +16,7 @@ from pd_serve.protocol.control import (
     RouterStatus,
 )
 from router.admission import bearer_matches, read_body
+from router.pairs import pair_statuses
 from router.services import Services, services_of
 
 MAX_REGISTRATION_NBYTES = 16 * 1024
@@ -45,6 +46,7 @@ async def status(request: Request) -> RouterStatus:
         open_requests=services.admission.num_open,
         queued_requests=services.dispatcher.num_queued,
         workers=services.pool.statuses(),
+        pairs=pair_statuses(services.pool.workers, services.pool.refused()),
     )
 
 

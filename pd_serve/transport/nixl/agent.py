@@ -133,7 +133,7 @@ class NixlWorker:
         start = _FRAME.size + header_nbytes
         if start > len(message) or channel not in self._receivers:
             return
-        address = ctypes.cast(message, ctypes.c_void_p).value or 0
+        address = ctypes.cast(ctypes.c_char_p(message), ctypes.c_void_p).value or 0
         self._receivers[seam.Channel(channel)](message[_FRAME.size : start], address + start, len(message) - start)
         remote = self._remotes.get(name)
         if channel == seam.Channel.DATA and remote is not None:

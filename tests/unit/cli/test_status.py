@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pd_serve.cli.app import run
-from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PeerLaneStatus, RouterStatus, WorkerStatus
+from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PairStatus, PeerLaneStatus, RouterStatus, WorkerStatus
 from pd_serve.protocol.link import Role
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -77,6 +77,28 @@ def test_table_shows_queues_and_memory(capsys: pytest.CaptureFixture[str], monke
     text = capsys.readouterr().out
     for word in ("decode-0", "ready", "555", "40/100", "+20 cached", "1 quarantined", "1 posix", "demo"):
         assert word in text
+
+
+def test_pairs_are_shown_with_their_conversion_or_why_they_do_not_fit(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    fits = PairStatus(
+        prefill="p0", decode="d0", compatible=True, reason="", joined=True, lane="posix", conversion="block 16->64, bf16->fp8"
+    )
+    differs = fits.model_copy(update={"decode": "d1", "compatible": False, "reason": "rope a and b", "joined": False, "lane": ""})
+    status = STATUS.model_copy(update={"pairs": (fits, differs)})
+    with serving(answers(status)) as endpoint:
+        assert run(["status", "--once", "--pairs", "--router", endpoint.url]) == 0
+        shown = capsys.readouterr().out
+        assert run(["status", "--json", "--pairs", "--router", endpoint.url]) == 0
+    for word in ("p0", "d1", "joined", "posix", "block 16->64, bf16->fp8", "incompatible", "rope a and b"):
+        assert word in shown
+    pairs = json.loads(capsys.readouterr().out)["pairs"]
+    assert list(pairs[0]) == ["prefill", "decode", "compatible", "reason", "joined", "lane", "conversion"]
+    with serving(answers(STATUS)) as endpoint:
+        assert run(["status", "--once", "--pairs", "--router", endpoint.url]) == 0
+    assert "no pairs" in capsys.readouterr().out
 
 
 def test_a_narrow_terminal_cuts_no_name_state_or_count(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
