@@ -18,6 +18,7 @@ import torch
 
 from pd_serve.clock import Clock
 from pd_serve.config import Config, KVConfig
+from pd_serve.engine.attention.registry import reads_in_place
 from pd_serve.engine.checkpoint import Checkpoint
 from pd_serve.engine.dtypes import torch_dtype
 from pd_serve.engine.families.registry import describe
@@ -70,6 +71,10 @@ def plan_engine(path: Path, config: Config, group: Collective | None = None) -> 
         raise ConfigError(f"model.max_len {config.model.max_len} is beyond the model's {info.max_len} tokens")
     check_degree(info, group.num_ranks)
     device = choose_device(config.engine.device)
+    if config.kv.dtype == "fp8_e4m3" and reads_in_place(device):
+        raise ConfigError(
+            f"kv.dtype fp8_e4m3 is not supported on {device.type}: its attention reads the KV pool in place (set kv.dtype auto)"
+        )
     layout = KVLayout(
         num_layers=info.num_layers,
         num_kv_heads=len(rank_heads(info.kv_shape.num_heads, group.num_ranks, group.rank)),

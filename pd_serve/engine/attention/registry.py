@@ -20,3 +20,8 @@ def attention_for(geometry: AttentionGeometry, dtype: torch.dtype, device: torch
     from pd_serve.engine.attention.cpu import CpuAttention
 
     return CpuAttention(geometry, dtype)
+
+
+def reads_in_place(device: torch.device) -> bool:
+    """Whether attention on this device reads pages as they lie in the pool, so that these must be of the engine's type."""
+    return device.type == "cuda"
