@@ -14,6 +14,9 @@ from torch import Tensor
 from pd_serve.engine.checkpoint import Checkpoint
 from pd_serve.errors import ModelError
 
+KEPT_WIDE = ("e_score_correction_bias",)
+"""Tensors whose names end so are given in float32 whatever the engine's type: they are compared after an addition, not multiplied."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -28,7 +31,8 @@ class Part:
 
 class WeightSource(Protocol):
     def get(self, name: str, shape: tuple[int, ...], part: Part | None = None) -> Tensor:
-        """The tensor, or `part` of it, in the engine's dtype on its device; `shape` is that of the whole tensor in any case.
+        """The tensor, or `part` of it, in the engine's dtype (but for KEPT_WIDE) on its device; `shape` is that of the whole tensor in any
+        case.
 
         Raises ModelError where it is missing or has another shape.
         """
@@ -57,7 +61,7 @@ class CheckpointWeights:
             tensor: Tensor = file.get_tensor(name) if part is None else file.get_slice(name)[part.slices()]  # type: ignore[no-untyped-call]
         except (SafetensorError, OSError) as error:
             raise ModelError(f"cannot read {name} from {entry.file}: {error}") from error
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=torch.float32 if name.endswith(KEPT_WIDE) else self._dtype)
 
 
 class RandomWeights:
@@ -79,4 +83,4 @@ class RandomWeights:
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
             whole = torch.empty(shape).normal_(0.0, 0.02, generator=generator)
         tensor = whole if part is None else whole[part.slices()].clone()
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor.to(device=self._device, dtype=torch.float32 if name.endswith(KEPT_WIDE) else self._dtype)

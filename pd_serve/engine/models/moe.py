@@ -111,7 +111,7 @@ def load_feed_forward(info: ModelInfo, weights: WeightSource, linears: LinearFac
     gate = weights.get(f"{block}gate.weight", (experts.num_experts, info.hidden_size))
     bias = None
     if experts.scoring is Scoring.SIGMOID_BIASED:
-        bias = weights.get(f"{block}gate.e_score_correction_bias", (experts.num_experts,)).float()
+        bias = weights.get(f"{block}gate.e_score_correction_bias", (experts.num_experts,))
     shared = None
     if experts.shared_intermediate_size:
         shared = load(f"{block}shared_experts", experts.shared_intermediate_size, has_bias=info.has_mlp_bias)
