@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore, ReduceOp, Store, TCPStore, Work
 
 from pd_serve.engine.model_info import ModelInfo
-from pd_serve.engine.parallel_shares import degrees
+from pd_serve.engine.parallel_shares import degrees, mlp_sizes
 from pd_serve.errors import ConfigError, EngineError
 
 
@@ -69,7 +69,7 @@ def check_degree(info: ModelInfo, num_ranks: int) -> None:
         shown = ", ".join(map(str, allowed))
         raise ConfigError(
             f"engine.tp {num_ranks} does not fit {info.architecture} with {info.num_heads} heads, {info.kv_shape.num_heads} KV heads and"
-            f" an MLP of {info.intermediate_size}; degrees that do: {shown}"
+            f" an MLP of {'/'.join(map(str, mlp_sizes(info)))}; degrees that do: {shown}"
         )
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pd_serve.engine.families import llama
+from pd_serve.engine.families import deepseek, llama, moe, phi3
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.kv.routes import rank_heads
 
-_SHARED_OUT = frozenset(llama.ARCHITECTURES)
+_SHARED_OUT = frozenset((*llama.ARCHITECTURES, *moe.ARCHITECTURES, *deepseek.ARCHITECTURES, *phi3.ARCHITECTURES))
 """Architectures whose module computes a rank's share; the others take one rank."""
 
 
@@ -43,11 +43,21 @@ def degrees(info: ModelInfo) -> tuple[int, ...]:
     """Numbers of ranks that the model can be shared out to, ascending; 1 among them."""
     if info.architecture not in _SHARED_OUT:
         return (1,)
-    num_kv_heads = info.kv_shape.num_heads
+    num_kv_heads, sizes = info.kv_shape.num_heads, mlp_sizes(info)
     return tuple(
         degree
         for degree in range(1, info.num_heads + 1)
         if info.num_heads % degree == 0
-        and info.intermediate_size % degree == 0
+        and not any(size % degree for size in sizes)
         and (num_kv_heads % degree == 0 or degree % num_kv_heads == 0)
     )
+
+
+def mlp_sizes(info: ModelInfo) -> tuple[int, ...]:
+    """Intermediate elements of every kind of MLP in the model: each rank has a slice of each, of every expert too."""
+    experts = info.experts
+    if experts is None:
+        return (info.intermediate_size,)
+    plain = (info.intermediate_size,) if len(experts.sparse_layers) < info.num_layers else ()
+    shared = (experts.shared_intermediate_size,) if experts.shared_intermediate_size else ()
+    return (*plain, experts.intermediate_size, *shared)
