@@ -57,6 +57,10 @@ class Sources:
     """`KEY=VALUE` and `ROLE.KEY=VALUE`, in the order given."""
 
 
+_SHORT_NAMES = {"tp": "engine.tp"}
+"""For --set: what people call a setting by."""
+
+
 def load_config(sources: Sources, role: RoleTable | None = None) -> Config:
     """The settings of a process of that role; None (the router, the launcher) takes no role's table.
 
@@ -189,6 +193,7 @@ def _split_set(item: str) -> tuple[RoleTable | None, str, str]:
     head, _, rest = key.partition(".")
     if head in _ROLE_NAMES:
         table, key = RoleTable(head), rest
+    key = _SHORT_NAMES.get(key, key)
     _check_key(key, f"--set {item.partition('=')[0]}")
     return table, key, text.strip()
 

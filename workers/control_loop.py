@@ -57,7 +57,7 @@ from workers.events import (
 from workers.front_socket import FrontSocket
 from workers.inbox import Inbox
 from workers.machine import WorkerMachine
-from workers.rank_frames import FollowerFrame, FollowerReady, FollowerSocket, RunStep
+from workers.rank_frames import Alive, FollowerFrame, FollowerReady, FollowerSocket, RunStep
 from workers.rank_group import RankGroup, RankOutput
 from workers.rank_start import RankMessage
 from workers.samples import SampleBuffer
@@ -68,6 +68,11 @@ _log = logging.getLogger(__name__)
 
 LAST_WORDS_S = 1.0
 """Seconds that a front which does not read is waited for at the end."""
+
+FAILED_STEP_S = 5.0
+"""Seconds after one rank has failed a step in which the others must have ended it: else they wait for a sum that will never come."""
+FROZEN_RANK_S = 30.0
+"""Seconds of silence after which another rank is taken for frozen; it speaks at every report interval."""
 
 _REPORT_SLACK = 0.1
 """Share of its interval by which a report may be early."""
@@ -105,6 +110,8 @@ class ControlLoop:
         self._report_at = clock.now()
         self._was_idle = True
         self._running: Batch | None = None
+        self._give_up_at: float | None = None
+        self._heard_at = dict.fromkeys((follower.rank for follower in parts.followers), clock.now())
         self._exit_code: int | None = None
 
     def run(self) -> int:
@@ -137,6 +144,8 @@ class ControlLoop:
         deadline = self._machine.next_deadline()
         if deadline is not None and deadline <= self._clock.now():
             self._handle(Tick())
+        if self._followers:
+            self._look_at_ranks()
         self._report_if_due()
         for follower in self._followers:
             follower.flush()
@@ -147,8 +156,22 @@ class ControlLoop:
 
     def _sleep_s(self) -> float:
         deadline = self._machine.next_deadline()
-        until = self._report_at if deadline is None else min(self._report_at, deadline)
+        until = min(time for time in (self._report_at, deadline, self._give_up_at) if time is not None)
         return max(0.0, until - self._clock.now())
+
+    def _look_at_ranks(self) -> None:
+        """A worker one of whose ranks cannot go on must end: nobody else would notice."""
+        now = self._clock.now()
+        if not self._group.is_step_failing:
+            self._give_up_at = None
+        elif self._give_up_at is None:
+            self._give_up_at = now + FAILED_STEP_S
+        elif now >= self._give_up_at:
+            self._die("a rank has failed a step, and another has not ended it")
+        limit_s = max(FROZEN_RANK_S, 3 * self._report_interval_s)
+        for rank, heard_at in self._heard_at.items():
+            if now > heard_at + limit_s and self._exit_code is None:
+                self._die(f"rank {rank} has said nothing for {now - heard_at:.0f} s")
 
     # ---- what is said
 
@@ -180,6 +203,7 @@ class ControlLoop:
     def _hear(self, follower: FollowerSocket) -> None:
         try:
             for frame in follower.receive():
+                self._heard_at[follower.rank] = self._clock.now()
                 self._on_follower_frame(follower.rank, frame)
         except ProtocolError as error:
             self._die(f"rank {follower.rank}: {error}")
@@ -192,6 +216,8 @@ class ControlLoop:
                 self._samples.add(samples)
             case Fatal(message):
                 self._die(f"rank {rank}: {message}")
+            case Alive():
+                pass
             case FollowerReady():
                 self._die(f"rank {rank} has started twice")
             case PeerJoined() | PeerRefused() | PeerLost() | PeerFenced():

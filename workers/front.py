@@ -27,7 +27,7 @@ from pd_serve.clock import MonotonicClock
 from pd_serve.config import Config
 from pd_serve.config_sources import settings_lines
 from pd_serve.cores import parse_cores, thread_env, usable_cores
-from pd_serve.errors import ProtocolError, UnavailableError
+from pd_serve.errors import ConfigError, ProtocolError, UnavailableError
 from pd_serve.ids import LinkId, RouterId, WorkerId, new_incarnation
 from pd_serve.observe import setup_logging
 from pd_serve.protocol.link import (
@@ -56,6 +56,7 @@ from workers.front_metrics import FrontMetrics
 from workers.front_rank import RANK_COMMAND, RankProcess
 from workers.front_registration import Registrar, RegistrarSettings
 from workers.front_view import FrontView, Identity
+from workers.rank_group import RANK_MARK
 
 _log = logging.getLogger("workers.front")
 STOP_GRACE_S = 5.0
@@ -347,10 +348,12 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 
 def _resolved(config: Config, role: Role, port: int) -> Config:
-    """The settings with every "0: automatic" and "empty: automatic" of the worker's own filled in."""
+    """The settings with every "0: automatic" and "empty: automatic" of the worker's own filled in. Raises ConfigError."""
     worker, engine = config.worker, config.engine
     advertise = advertised_host(worker.host, worker.advertise, worker.routers)
     worker_id = worker.id or f"{socket.gethostname()}-{role.value}-{port}"
+    if RANK_MARK in worker_id:
+        raise ConfigError(f"worker.id {worker_id!r}: {RANK_MARK} stands between a worker and its rank")
     threads = engine.threads or max(1, (len(parse_cores(engine.cpu_affinity)) or usable_cores()) // engine.tp)
     return config.model_copy(
         update={

@@ -14,11 +14,12 @@ import selectors
 import socket
 from dataclasses import replace
 
+from pd_serve.clock import MonotonicClock
 from pd_serve.protocol.link import Fatal, Stop
 from workers.engine_thread import EngineFailed
 from workers.events import StepDone, StepFailed, TransportReported
 from workers.inbox import Inbox
-from workers.rank_frames import FollowerReady, LeaderFrame, LeaderSocket, RunStep
+from workers.rank_frames import Alive, FollowerReady, LeaderFrame, LeaderSocket, RunStep
 from workers.rank_spec import RankSpec
 from workers.rank_start import OpenRank, RankMessage, open_rank
 from workers.transport_commands import BeginStep, StepEnded, TransportFailed
@@ -46,16 +47,21 @@ class Follower:
         """The exit code. Raises PdServeError where the rank cannot start, ProtocolError when rank 0 sends nonsense."""
         rank = open_rank(self._spec, self._inbox.put)
         self._leader.send(FollowerReady(rank.ready.metadata, os.getpid()))
+        clock, interval_s = MonotonicClock(), self._spec.config.worker.report_interval_s
+        alive_at = clock.now()
         with selectors.DefaultSelector() as selector:
             selector.register(self._inbox, selectors.EVENT_READ)
             selector.register(self._leader, selectors.EVENT_READ)
             writing = False
             while self._exit_code is None:
+                if clock.now() >= alive_at:
+                    self._leader.send(Alive())
+                    alive_at = clock.now() + interval_s
                 self._leader.flush()
                 if writing != self._leader.has_unsent:
                     writing = self._leader.has_unsent
                     selector.modify(self._leader, selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
-                selector.select()
+                selector.select(max(0.0, alive_at - clock.now()))
                 self._turn(rank)
         self._leader.flush_for(LAST_WORDS_S)
         rank.stop()

@@ -55,11 +55,17 @@ class FollowerReady:
     pid: int
 
 
+@dataclass(frozen=True, slots=True)
+class Alive:
+    """Sent at every report interval: a rank that is frozen says nothing."""
+
+
 LeaderFrame = (
     RunStep | AddPeer | RemovePeer | OpenWindow | CloseWindow | PushNow | StopPush | FlushThenNotify | SendNotice | HardFence | Stop
 )
 FollowerFrame = (
     FollowerReady
+    | Alive
     | PeerJoined
     | PeerRefused
     | PeerLost
@@ -89,6 +95,7 @@ LEADER_TYPES: tuple[type[LeaderFrame], ...] = (
 )
 FOLLOWER_TYPES: tuple[type[FollowerFrame], ...] = (
     FollowerReady,
+    Alive,
     PeerJoined,
     PeerRefused,
     PeerLost,

@@ -116,6 +116,11 @@ class RankGroup:
         strays, self._num_strays = self._num_strays, 0
         return strays
 
+    @property
+    def is_step_failing(self) -> bool:
+        """A rank has failed a step that others have not ended: they may wait for its part."""
+        return any(step.failure for step in self._steps.values())
+
     # ---- down
 
     def commands(self, action: RankCommand) -> list[tuple[int, RankCommand]]:

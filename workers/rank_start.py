@@ -28,7 +28,7 @@ from pd_serve.transport.registry import transport_factory
 from workers.engine_thread import EngineFailed, EngineThread, LayerHook
 from workers.events import StepDone, StepFailed
 from workers.host_identity import host_id
-from workers.rank_group import RANK_MARK, rank_peer
+from workers.rank_group import rank_peer
 from workers.rank_spec import RankSpec
 from workers.transport_commands import AllocatePool, RegisterPool, TransportOutput, TransportReady, UsePacker
 from workers.transport_thread import TransportThread
@@ -69,8 +69,6 @@ class OpenRank:
 def open_rank(spec: RankSpec, post: Callable[[RankMessage], None]) -> OpenRank:
     """`post` is called on the rank's threads. Raises PdServeError where the rank cannot start."""
     config, clock = spec.config, MonotonicClock()
-    if RANK_MARK in spec.worker_id:
-        raise ConfigError(f"worker.id {spec.worker_id!r}: {RANK_MARK} stands between a worker and its rank")
     _settle_threads(config)
     started_at = clock.now()
     folder = resolve_model(config.model.id, config.model.cache_dir, _log_progress)

@@ -144,7 +144,7 @@ def _replace(config: Config, **sections: object) -> Config:
 
 
 def _gpu_env(config: Config, machine: Machine, num_ranks_before: int) -> dict[str, str]:
-    """A device for each of the worker's ranks; workers share them where there are too few. Raises ConfigError for too few for one worker."""
+    """A device for each of the worker's ranks; shared where there are too few. Raises ConfigError for too few for one worker."""
     gpus, num_ranks = machine.gpus, config.engine.tp
     if config.engine.device == "cpu" or not gpus:
         return {}
