@@ -32,7 +32,7 @@ from workers.front_socket import FrontSocket
 from workers.inbox import Inbox
 from workers.machine import WorkerMachine
 from workers.rank_follower import Follower, connect_leader
-from workers.rank_frames import FollowerReady, FollowerSocket, LeaderSocket
+from workers.rank_frames import Alive, FollowerReady, FollowerSocket, LeaderSocket
 from workers.rank_group import RankGroup
 from workers.rank_spec import RankSpec
 from workers.rank_start import RankMessage, open_rank, secrets_of
@@ -162,10 +162,11 @@ def _wait_for(sockets: tuple[FollowerSocket, ...], clock: MonotonicClock) -> tup
             for key, _ in selector.select(max(0.0, deadline - clock.now())):
                 connection = key.data
                 for frame in connection.receive():
-                    if not isinstance(frame, FollowerReady):
+                    if isinstance(frame, FollowerReady):
+                        ready[connection.rank] = frame
+                        selector.unregister(connection)
+                    elif not isinstance(frame, Alive):
                         raise UnavailableError(f"rank {connection.rank} did not start: {frame}")
-                    ready[connection.rank] = frame
-                    selector.unregister(connection)
                 if connection.closed:
                     raise UnavailableError(f"rank {connection.rank} has ended")
             if clock.now() >= deadline:
