@@ -6,8 +6,8 @@ import json
 import queue
 import random
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +58,19 @@ CONFIG = {
     "rms_norm_eps": 1e-5,
     "eos_token_id": 2,
 }
-POOL_TOKENS = 4096
-SLOT_NBYTES = 4096
-NUM_SLOTS = 6
 EPOCH = Epoch(9)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    model: Mapping[str, object] = field(default_factory=lambda: CONFIG)
+    pool_tokens: int = 4096
+    slot_nbytes: int = 4096
+    num_slots: int = 6
+    verify: bool = True
+
+
+SMALL = Sizes()
 
 
 @dataclass(frozen=True)
@@ -98,25 +107,26 @@ class Prompt:
 class Rank:
     """An engine on this thread, over the pool of a transport on its own."""
 
-    def __init__(self, name: str, folder: Path, kind: Kind, lanes: str) -> None:
-        (folder / "config.json").write_text(json.dumps(CONFIG))
+    def __init__(self, name: str, folder: Path, kind: Kind, lanes: str, sizes: Sizes) -> None:
+        (folder / "config.json").write_text(json.dumps(sizes.model))
+        num_blocks = sizes.pool_tokens // kind.block_size
         config = Config(
             model=ModelConfig.model_validate({"dtype": kind.dtype, "load_format": "random"}),
             kv=KVConfig.model_validate(
-                {"block_size": kind.block_size, "num_blocks": POOL_TOKENS // kind.block_size, "dtype": kind.kv_dtype, "order": kind.order}
+                {"block_size": kind.block_size, "num_blocks": num_blocks, "dtype": kind.kv_dtype, "order": kind.order}
             ),
             engine=EngineConfig(device="cpu"),
         )
         plan = plan_engine(folder, config)
-        pool_nbytes, staging_nbytes = plan.layout.pool_nbytes, NUM_SLOTS * SLOT_NBYTES
+        pool_nbytes, staging_nbytes = plan.layout.pool_nbytes, sizes.num_slots * sizes.slot_nbytes
         self.peer = peer_id(name)
         self.outputs: queue.Queue[TransportOutput] = queue.Queue()
-        self.thread = TransportThread(transport_factory("ucx"), settings_for(self.peer, lanes), self.outputs.put, verify=True)
+        self.thread = TransportThread(transport_factory("ucx"), settings_for(self.peer, lanes), self.outputs.put, verify=sizes.verify)
         self.ready = self.thread.start(AllocatePool(pool_nbytes + staging_nbytes), 10.0)
         assert self.ready.region.buffer is not None
         self.runner: ModelRunner[Any] = load_runner(plan, self.ready.region.buffer, MonotonicClock())
         packer = TorchPacker(self.runner.cache, self.runner.cache.region)
-        self.thread.submit(UsePacker(packer, pool_nbytes, staging_nbytes, SLOT_NBYTES))
+        self.thread.submit(UsePacker(packer, pool_nbytes, staging_nbytes, sizes.slot_nbytes))
         # A NaN in every type: whatever is read without having been written shows.
         self.runner.cache.region[:pool_nbytes] = 0xFF
         self.samples: dict[str, float] = {}
@@ -175,12 +185,13 @@ class Rank:
 
 
 class Pair:
-    def __init__(self, folder: Path, prefill: Kind, decode: Kind, lanes: str = "shm") -> None:
+    def __init__(self, folder: Path, prefill: Kind, decode: Kind, lanes: str = "shm", sizes: Sizes = SMALL) -> None:
         """Raises TransportUnavailableError."""
         self.kinds = prefill, decode
         self.damaged: list[int] = []
         """Prompts whose digest was not that of what arrived."""
-        self.prefill, self.target = Rank("prefill", folder, prefill, lanes), Rank("decode", folder, decode, lanes)
+        self._slot_nbytes = sizes.slot_nbytes
+        self.prefill, self.target = (Rank(name, folder, kind, lanes, sizes) for name, kind in (("prefill", prefill), ("decode", decode)))
         for rank, other in ((self.prefill, self.target), (self.target, self.prefill)):
             rank.thread.submit(AddPeer(other.peer, (other.ready.metadata,)))
         for rank in (self.prefill, self.target):
@@ -262,7 +273,7 @@ class Pair:
         ranges, packings = np.empty((0, 3), np.int64), ()
         if start < end and self.is_converting:
             heads = HeadSlice(0, 0, src.num_kv_heads)
-            packings = tuple(plan_packings(src, dst, heads, prompt.source, prompt.target, start, end, SLOT_NBYTES))
+            packings = tuple(plan_packings(src, dst, heads, prompt.source, prompt.target, start, end, self._slot_nbytes))
         elif start < end:
             ranges = plan_ranges(src, prompt.source, prompt.target, start, end)
         return PushPlan(
