@@ -11,6 +11,10 @@ from pd_serve.engine.attention.base import AttentionBackend, AttentionGeometry
 
 def attention_for(geometry: AttentionGeometry, dtype: torch.dtype, device: torch.device) -> AttentionBackend[Any]:
     """The plan type differs per implementation and is opaque to everyone else."""
+    if device.type == "cuda" and geometry.num_planes == 1:
+        from pd_serve.engine.attention.mla import LatentAttention
+
+        return LatentAttention(geometry, dtype, device)
     if device.type == "cuda":
         from torch.nn.attention.varlen import varlen_attn
 
