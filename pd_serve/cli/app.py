@@ -23,6 +23,7 @@ from pd_serve.cli.options import (
     KeyOption,
     ModelOption,
     PortOption,
+    RanksOption,
     RouterOption,
     SetOption,
     sources,
@@ -82,7 +83,8 @@ def _root(
     "  pd-serve up                                     one prefill and one decode worker, the demo model, port 8000\n\n"
     "  pd-serve up --prefill 2 --decode 2 --model Qwen/Qwen3-0.6B\n\n"
     "  pd-serve up --colocated 1 --port 0 --json       both phases in one worker, any free port, for scripts\n\n"
-    "  pd-serve up --config configs/hetero.toml --set decode.engine.threads=4"
+    "  pd-serve up --config configs/hetero.toml --set decode.engine.threads=4\n\n"
+    "  pd-serve up --set prefill.tp=2                 two ranks to compute prompts, one to decode"
 )
 def up(
     prefill: Annotated[int | None, typer.Option("--prefill", min=0, help="Prefill workers")] = None,
@@ -93,6 +95,7 @@ def up(
     model: ModelOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    tp: RanksOption = None,
     host: HostOption = None,
     port: PortOption = None,
     config: ConfigOption = None,
@@ -116,6 +119,7 @@ def up(
             ("--model", "model.id", model),
             ("--dtype", "model.dtype", dtype),
             ("--device", "engine.device", device),
+            ("--tp", "engine.tp", tp),
             ("--host", "router.host", host),
             ("--port", "router.port", port),
         ],
@@ -145,11 +149,11 @@ RoutersOption = Annotated[list[str] | None, typer.Option("--router", metavar="UR
 
 def _worker_sources(
     routers: list[str] | None,
-    model_flags: tuple[str | None, str | None, str | None],
+    model_flags: tuple[str | None, str | None, str | None, int | None],
     listen: tuple[str | None, int | None],
     settings: tuple[Path | None, list[str] | None],
 ) -> Sources:
-    model, dtype, device = model_flags
+    model, dtype, device, tp = model_flags
     host, port = listen
     file, sets = settings
     flags = [
@@ -157,6 +161,7 @@ def _worker_sources(
         ("--model", "model.id", model),
         ("--dtype", "model.dtype", dtype),
         ("--device", "engine.device", device),
+        ("--tp", "engine.tp", tp),
         ("--host", "worker.host", host),
         ("--port", "worker.port", port),
     ]
@@ -169,13 +174,14 @@ def prefill(
     model: ModelOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    tp: RanksOption = None,
     host: HostOption = None,
     port: PortOption = None,
     config: ConfigOption = None,
     set_: SetOption = None,
 ) -> int:
     """Run a prefill worker in the foreground: it computes prompts and pushes their KV to decode workers."""
-    return _run_worker(RoleTable.PREFILL, _worker_sources(router, (model, dtype, device), (host, port), (config, set_)))
+    return _run_worker(RoleTable.PREFILL, _worker_sources(router, (model, dtype, device, tp), (host, port), (config, set_)))
 
 
 @app.command(epilog="Example:\n\n  pd-serve decode --router http://10.0.0.1:8000 --host 0.0.0.0 --port 8201")
@@ -184,13 +190,14 @@ def decode(
     model: ModelOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    tp: RanksOption = None,
     host: HostOption = None,
     port: PortOption = None,
     config: ConfigOption = None,
     set_: SetOption = None,
 ) -> int:
     """Run a decode worker in the foreground: it receives KV and generates tokens."""
-    return _run_worker(RoleTable.DECODE, _worker_sources(router, (model, dtype, device), (host, port), (config, set_)))
+    return _run_worker(RoleTable.DECODE, _worker_sources(router, (model, dtype, device, tp), (host, port), (config, set_)))
 
 
 @app.command(epilog="Example:\n\n  pd-serve colocated --router http://127.0.0.1:8000")
@@ -199,13 +206,14 @@ def colocated(
     model: ModelOption = None,
     dtype: DtypeOption = None,
     device: DeviceOption = None,
+    tp: RanksOption = None,
     host: HostOption = None,
     port: PortOption = None,
     config: ConfigOption = None,
     set_: SetOption = None,
 ) -> int:
     """Run a worker for both phases in the foreground (chunked prefill beside decode)."""
-    return _run_worker(RoleTable.COLOCATED, _worker_sources(router, (model, dtype, device), (host, port), (config, set_)))
+    return _run_worker(RoleTable.COLOCATED, _worker_sources(router, (model, dtype, device, tp), (host, port), (config, set_)))
 
 
 def _run_worker(role: RoleTable, given: Sources) -> int:

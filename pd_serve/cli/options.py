@@ -33,6 +33,9 @@ DtypeOption = Annotated[
     str | None, typer.Option("--dtype", help="Type of weights, activations and KV: bfloat16, float16, float32", rich_help_panel=_SETTINGS)
 ]
 DeviceOption = Annotated[str | None, typer.Option("--device", help="Where the model runs: auto, cpu, cuda", rich_help_panel=_SETTINGS)]
+RanksOption = Annotated[
+    int | None, typer.Option("--tp", min=1, help="Ranks that share one model out (tensor parallelism)", rich_help_panel=_SETTINGS)
+]
 HostOption = Annotated[str | None, typer.Option("--host", help="Address to listen on", rich_help_panel=_SETTINGS)]
 PortOption = Annotated[int | None, typer.Option("--port", help="Port to listen on; 0: a free one", rich_help_panel=_SETTINGS)]
 RouterOption = Annotated[str, typer.Option("--router", metavar="URL", help="The router to ask")]

@@ -75,7 +75,7 @@ def render(url: str, status: RouterStatus, view: View = View.WORKERS) -> Rendera
     for worker in sorted(status.workers, key=lambda worker: (worker.role.value, worker.id)):
         counts = (worker.running, worker.waiting, worker.prefill_queue_tokens, worker.leases)
         table.add_row(
-            worker.id, worker.role.value, _state(worker), *(str(count) for count in counts), _blocks(worker.blocks), _peers(worker.peers)
+            worker.id, _role(worker), _state(worker), *(str(count) for count in counts), _blocks(worker.blocks), _peers(worker.peers)
         )
     return Group(head, table) if status.workers else Group(head, Text("no workers: start some with pd-serve prefill | decode | colocated"))
 
@@ -109,6 +109,12 @@ def _ask(client: httpx.Client, url: str) -> RouterStatus:
         return RouterStatus.model_validate_json(reply.content)
     except ValidationError as error:
         raise EndpointError(f"{url} is not a pd-serve router of this version") from error
+
+
+def _role(worker: WorkerStatus) -> str:
+    """With the number of ranks, where there are several."""
+    num_ranks = len(worker.rank_pids)
+    return f"{worker.role.value} x{num_ranks}" if num_ranks > 1 else worker.role.value
 
 
 def _state(worker: WorkerStatus) -> Text:

@@ -72,6 +72,16 @@ def test_gpus_are_dealt_out_to_workers_that_may_use_them() -> None:
     assert all("CUDA_VISIBLE_DEVICES" not in worker.env for worker in plan("engine.device=cpu", machine=gpus).workers)
 
 
+def test_every_rank_has_a_device_and_its_part_of_the_workers_cores() -> None:
+    gpus = Machine(8, ("0", "1", "2"))
+    made = plan("launch.decode=1", "prefill.tp=2", machine=gpus)
+    assert [worker.env["CUDA_VISIBLE_DEVICES"] for worker in made.workers] == ["0,1", "2"]
+    assert [worker.config.engine.tp for worker in made.workers] == [2, 1]
+    assert [worker.num_threads for worker in made.workers] == [2, 4]
+    with pytest.raises(ConfigError, match="needs as many devices, there are 3"):
+        plan("decode.tp=4", machine=gpus)
+
+
 def test_role_settings_reach_their_role_only() -> None:
     made = plan("prefill.kv.block_size=32", "launch.colocated=1")
     assert [worker.config.kv.block_size for worker in made.workers] == [32, 16, 16]

@@ -121,3 +121,11 @@ def test_something_else_at_the_address_is_one_line(capsys: pytest.CaptureFixture
     with serving({STATUS_PATH: (200, {"hello": 1})}) as endpoint:
         assert run(["status", "--router", endpoint.url]) == 1
     assert "not a pd-serve router" in capsys.readouterr().err
+
+
+def test_table_says_how_many_ranks_a_worker_has(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    status = STATUS.model_copy(update={"workers": (WORKER.model_copy(update={"rank_pids": (11, 12)}),)})
+    with serving(answers(status)) as endpoint:
+        assert run(["status", "--once", "--router", endpoint.url]) == 0
+    assert "decode x2" in capsys.readouterr().out
