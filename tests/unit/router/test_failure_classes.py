@@ -108,7 +108,9 @@ async def test_no_worker_hears_of_a_prompt_too_long_for_any_of_them(tmp_path: Pa
             assert response.status_code == status, (num_prompt, max_tokens, response.text)
             if status == 400:
                 assert response.json()["error"]["code"] == "context_length_exceeded"
-                assert "60" in response.json()["error"]["message"]
+                message = response.json()["error"]["message"]
+                assert "60" in message
+                assert "more were requested" not in message, "found too long in the queue, not before it"
     assert len(decode.of(Open)) == len(prefill.of(Prefill)) == 2
 
 
