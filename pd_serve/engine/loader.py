@@ -27,6 +27,7 @@ from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.registry import build_model
 from pd_serve.engine.models.settings import BuildSettings
 from pd_serve.engine.parallel import Collective, SingleRank, check_degree
+from pd_serve.engine.parameters import num_parameters
 from pd_serve.engine.runner import ModelRunner
 from pd_serve.engine.sampler import Sampler
 from pd_serve.engine.weights import CheckpointWeights, RandomWeights, WeightSource
@@ -88,7 +89,7 @@ def plan_engine(path: Path, config: Config, group: Collective | None = None) -> 
     dtype = torch_dtype(config.model.dtype)
     num_blocks = config.kv.num_blocks
     if not num_blocks:
-        budget_nbytes = _pool_budget_nbytes(config.kv, _num_parameters(info) // group.num_ranks, dtype, device)
+        budget_nbytes = _pool_budget_nbytes(config.kv, num_parameters(info, group.num_ranks), dtype, device)
         # GPUs may differ in what is free; blocks have the same numbers on all ranks.
         num_blocks = group.minimum(budget_nbytes // layout.pool_nbytes)
     if num_blocks < 1:
@@ -139,16 +140,8 @@ def choose_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def _pool_budget_nbytes(kv: KVConfig, num_parameters: int, dtype: torch.dtype, device: torch.device) -> int:
+def _pool_budget_nbytes(kv: KVConfig, num_weights: int, dtype: torch.dtype, device: torch.device) -> int:
     if device.type == "cpu":
         return kv.memory_bytes
     free_nbytes, _ = torch.cuda.mem_get_info(device)
-    return math.floor(kv.gpu_memory_fraction * free_nbytes) - num_parameters * dtype.itemsize
-
-
-def _num_parameters(info: ModelInfo) -> int:
-    """Of the matrices, which are all but a thousandth."""
-    attention = info.hidden_size * info.head_dim * (2 * info.num_heads + 2 * info.num_kv_heads)
-    mlp = 3 * info.hidden_size * info.intermediate_size
-    num_embeddings = 1 if info.has_tied_embeddings else 2
-    return info.num_layers * (attention + mlp) + num_embeddings * info.vocab_size * info.hidden_size
+    return math.floor(kv.gpu_memory_fraction * free_nbytes) - num_weights * dtype.itemsize

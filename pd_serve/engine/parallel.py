@@ -33,7 +33,8 @@ class Collective(Protocol):
         """Replace `tensor`, contiguous and of one shape on all ranks, by the sum over the ranks; returns it. The bits are the same on every
         rank. On CPU an element's bits do not depend on where in the tensor it is, nor on the tensor's size.
 
-        Raises EngineError where a rank is gone or did not come within the group's time-out: the group is of no use after that.
+        Raises EngineError where a rank is gone or did not come within the group's time-out: the group is of no use after that. On CUDA the
+        sum is only enqueued, and NCCL's watchdog ends the process instead.
         """
         ...
 
@@ -102,6 +103,7 @@ class ProcessCollective:
         self._has_one_order = num_ranks == 2 or device.type == "cuda"
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
+        assert tensor.is_contiguous(), "parts of a tensor cannot be summed in place"
         if self._has_one_order:
             self._run(lambda backend: backend.allreduce([tensor]))
             return tensor

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,40 +18,12 @@ from pd_serve.ids import AttemptId
 from pd_serve.kv.routes import rank_heads
 from pd_serve.protocol.sampling import SamplingParams
 from tests.unit.engine.greedy import greedy
-from tests.unit.engine.random_models import write_random_model
+from tests.unit.engine.random_models import MODELS, write_random_model
 from tests.unit.engine.rank_processes import RankProcesses
 
 BLOCK_SIZE = 4
-NUM_TOKENS = 16
+NUM_TOKENS = 10
 PROMPTS = (tuple(range(3, 40)), tuple(range(90, 60, -1)), (5,), tuple(range(7, 96, 4)))
-SIZES: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "tie_word_embeddings": False, "hidden_size": 64}
-EXPERTS: dict[str, Any] = {**SIZES, "num_experts_per_tok": 3, "moe_intermediate_size": 32}
-LATENT: dict[str, Any] = {
-    **EXPERTS,
-    "n_routed_experts": 8,
-    "n_shared_experts": 2,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 32,
-    "q_lora_rank": 48,
-    "qk_nope_head_dim": 24,
-    "qk_rope_head_dim": 16,
-    "v_head_dim": 20,
-}
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": SIZES,
-    "llama-biased": {**SIZES, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
-    "qwen2": {**SIZES, "architectures": ["Qwen2ForCausalLM"]},
-    "qwen3": {**SIZES, "architectures": ["Qwen3ForCausalLM"], "head_dim": 16},
-    "mistral": {**SIZES, "architectures": ["MistralForCausalLM"], "sliding_window": 20},
-    "two-kv-heads": {**SIZES, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2},
-    "one-kv-head": {**SIZES, "num_key_value_heads": 1},
-    "nine-heads": {**SIZES, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "intermediate_size": 96},
-    "phi3": {**SIZES, "architectures": ["Phi3ForCausalLM"]},
-    "mixtral": {**EXPERTS, "architectures": ["MixtralForCausalLM"], "num_local_experts": 5},
-    "qwen3-moe": {**EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "norm_topk_prob": True, "head_dim": 16},
-    "deepseek-v2": {**LATENT, "architectures": ["DeepseekV2ForCausalLM"], "q_lora_rank": None, "routed_scaling_factor": 1.7},
-    "deepseek-v3": {**LATENT, "architectures": ["DeepseekV3ForCausalLM"], "n_group": 4, "topk_group": 2, "attention_bias": True},
-}
 
 
 @pytest.fixture(scope="module")
