@@ -77,7 +77,7 @@ class LinearFactory:
             missing = -x.shape[0] % _ROW_STEP if x.shape[0] > _DECODE_ROWS else 0
             return _linear_packed(F.pad(x, (0, 0, 0, missing)), packed, bias)[:-missing] if missing else _linear_packed(x, packed, bias)
 
-        return Linear(apply, self._prefill_sizes(apply, weight) if _counts_matter(weight.dtype) else ())
+        return Linear(apply, self._prefill_sizes(apply, weight, weight.shape[1]) if _counts_matter(weight.dtype) else ())
 
     def make_per_head(self, weight: Tensor) -> Linear:
         """A matrix per head, `weight` [num_heads, num_inputs, num_outputs]: maps [num_rows, num_heads * num_inputs] to
@@ -90,12 +90,12 @@ class LinearFactory:
 
         if weight.device.type != "cpu" or not _counts_matter(weight.dtype):
             return Linear(apply, ())
-        return Linear(apply, agreeing_sizes(apply, num_heads * num_inputs, weight.dtype))
+        return Linear(apply, self._prefill_sizes(apply, weight, num_heads * num_inputs))
 
-    def _prefill_sizes(self, apply: Callable[[Tensor], Tensor], weight: Tensor) -> tuple[int, ...]:
+    def _prefill_sizes(self, apply: Callable[[Tensor], Tensor], weight: Tensor, num_inputs: int) -> tuple[int, ...]:
         key = (weight.shape, weight.dtype)
         if key not in self._probed:
-            self._probed[key] = agreeing_sizes(apply, weight.shape[1], weight.dtype)
+            self._probed[key] = agreeing_sizes(apply, num_inputs, weight.dtype)
         return self._probed[key]
 
 

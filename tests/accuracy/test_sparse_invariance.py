@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from pd_serve.clock import MonotonicClock
+from pd_serve.config import Config
+from pd_serve.engine.batch import BatchEntry, Phase, SampleSpec
+from pd_serve.engine.loader import load_runner, plan_engine
 from pd_serve.engine.models import moe
-from tests.accuracy.driver import Way, generate, make_runner
+from pd_serve.engine.runner import ModelRunner
+from pd_serve.engine.step_inputs import build_step_inputs
+from pd_serve.ids import AttemptId
+from tests.accuracy.driver import GREEDY, Way, generate, make_runner
 
 NUM_TOKENS = 4
 LENGTHS = (1, 8, 65, 257)
@@ -84,6 +91,38 @@ def test_logits_do_not_depend_on_the_way(dtype: str, folder: Path, prompts: list
     other = make_runner(folder, dtype, block_size=48, num_blocks=64, load_format="random")
     _, logits = generate(other, prompts, NUM_TOKENS, Way(chunk=100, batch=3, block_seed=9))
     assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True)), "the block size matters"
+
+
+def test_latents_may_lie_in_either_order_and_in_eight_bits(prompts: list[list[int]], tmp_path: Path) -> None:
+    """The order is without meaning for one head; eight bits cost a little, and as little whatever the chunk."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    _, expected = generate(make_runner(tmp_path, "float32", load_format="random"), prompts, NUM_TOKENS, Way())
+
+    def logits_of(kv: dict[str, Any], way: Way) -> list[torch.Tensor]:
+        sections = {"model": {"dtype": "float32", "load_format": "random"}, "kv": {"num_blocks": 64, **kv}, "engine": {"device": "cpu"}}
+        runner = load_runner(plan_engine(tmp_path, Config.model_validate(sections)), None, MonotonicClock())
+        return [_first_logits(runner, prompt, way.chunk) for prompt in prompts]
+
+    for mine, theirs in zip(logits_of({"order": "head_major"}, Way(chunk=10)), expected, strict=True):
+        assert torch.equal(mine, theirs[0])
+    small = logits_of({"dtype": "fp8_e4m3"}, Way())
+    for mine, theirs in zip(small, expected, strict=True):
+        assert 0 < float((mine - theirs[0]).abs().max()) < 0.1 * float(theirs[0].abs().max())
+    assert all(torch.equal(a, b) for a, b in zip(small, logits_of({"dtype": "fp8_e4m3"}, Way(chunk=10)), strict=True))
+
+
+def _first_logits(runner: ModelRunner[Any], prompt: list[int], chunk: int) -> torch.Tensor:
+    """[vocab_size], of the prompt's last token."""
+    size = runner.cache.layout.block_size
+    table = tuple(range(-(-len(prompt) // size)))
+    logits = torch.empty(0)
+    for start in range(0, len(prompt), chunk):
+        end = min(start + chunk, len(prompt))
+        sample = SampleSpec(GREEDY, end, 0) if end == len(prompt) else None
+        entry = BatchEntry(AttemptId(1), Phase.PREFILL, tuple(prompt[start:end]), start, table, sample)
+        with torch.inference_mode():
+            logits = runner.forward(build_step_inputs([entry], size, torch.device("cpu")))
+    return logits[0]
 
 
 def test_an_expert_with_room_for_so_many_tokens_only_is_caught(

@@ -68,3 +68,17 @@ def test_few_counts_of_rows_reach_the_kernels_that_are_kept_per_count(monkeypatc
         x = torch.randn(num_rows, 4)
         assert torch.equal(layer(x, 0), x)
     assert len(seen) <= 64
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_inputs", "num_outputs"), [(128, 512), (512, 128), (24, 20)])
+def test_a_matrix_per_head_is_applied_to_each_row_alike_whatever_the_others(num_inputs: int, num_outputs: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    weight, x = torch.randn(4, num_inputs, num_outputs).to(dtype), torch.randn(150, 4, num_inputs).to(dtype)
+    layer, flat = LinearFactory().make_per_head(weight), x.flatten(1)
+    out = layer(flat, 40)
+    expected = torch.einsum("rhi,hio->rho", x.float(), weight.float()).flatten(1)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=1e-1 if dtype is torch.bfloat16 else 1e-3)
+    for first, past in ((0, 1), (3, 12), (0, 40), (40, 41), (39, 60), (40, 150)):
+        num_decode = max(0, min(40, past) - first)
+        assert torch.equal(layer(flat[first:past], num_decode), out[first:past]), (first, past)
