@@ -11,13 +11,14 @@ PYTEST    := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pyt
 # make serve ARGS='--prefill 2 --model Qwen/Qwen3-0.6B'
 ARGS      ?=
 
-.PHONY: help install serve test test-long sim soak lint bench clean
+.PHONY: help install serve test test-long test-matrix sim soak lint bench clean
 
 help:
 	@echo "make install     build $(VENV) with everything the CPU needs"
 	@echo "make serve       one prefill and one decode worker, the demo model, http://127.0.0.1:8000 (more: ARGS='--decode 2')"
 	@echo "make test        the tests that need no GPU"
 	@echo "make test-long   also the slow ones"
+	@echo "make test-matrix every pair of block size, order, type of KV and number of ranks, for every family of models"
 	@echo "make sim         the simulator over 100,000 seeds (fewer: ARGS='--seeds 1000'; replay: ARGS='--seed K')"
 	@echo "make soak        a real cluster under load, cancels, kills, freezes and drains for 3 minutes (more: ARGS='--minutes 60 --seed 7')"
 	@echo "make lint        ruff and mypy"
@@ -43,6 +44,9 @@ test: install
 
 test-long: install
 	$(PYTEST) -q -m 'not gpu and not rdma' $(ARGS)
+
+test-matrix: install
+	$(PYTEST) -n 2 --dist load -q -m 'not gpu and not rdma' tests/accuracy/test_matrix.py tests/accuracy/test_matrix_of_ranks.py $(ARGS)
 
 sim: install
 	OMP_NUM_THREADS=1 $(VENV)/bin/python -m tests.sim $(ARGS)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from pd_serve.kv.layout import KVDtype, KVLayout, KVOrder
-from pd_serve.kv.routes import plan_routes
+from pd_serve.kv.routes import plan_routes, rank_heads
 from pd_serve.protocol.link import PeerInfo
 
 _SHORT = {KVDtype.FLOAT32: "fp32", KVDtype.BFLOAT16: "bf16", KVDtype.FLOAT16: "fp16", KVDtype.FP8_E4M3: "fp8"}
@@ -42,7 +42,7 @@ def differences(one: PeerInfo, other: PeerInfo) -> tuple[Difference, ...]:
     if one.model_fingerprint != other.model_fingerprint:
         found.append(Difference("model fingerprint", _content(one), _content(other)))
     if one.num_model_kv_heads == other.num_model_kv_heads and not _is_routable(one, other):
-        found.append(Difference(f"ranks that share {one.num_model_kv_heads} KV heads", one.num_ranks, other.num_ranks))
+        found.append(Difference(f"ranks that share {one.num_model_kv_heads} KV heads", _shares(one), _shares(other)))
     return tuple(found)
 
 
@@ -72,9 +72,16 @@ def _content(info: PeerInfo) -> str:
 
 
 def _is_routable(one: PeerInfo, other: PeerInfo) -> bool:
-    """In both directions; the number of heads is the same."""
+    """In both directions; the number of heads is the same. Each rank has to hold as many in its pool as the routes expect there."""
+    total = one.num_model_kv_heads
+    if not one.num_ranks or not other.num_ranks:
+        return False
     try:
-        plan_routes(one.num_model_kv_heads, one.num_ranks, other.num_ranks)
+        plan_routes(total, one.num_ranks, other.num_ranks)
+        return all(len(rank_heads(total, info.num_ranks, 0)) == info.layout.num_kv_heads for info in (one, other))
     except ValueError:
         return False
-    return True
+
+
+def _shares(info: PeerInfo) -> str:
+    return f"{info.num_ranks} with {info.layout.num_kv_heads} each"
