@@ -16,7 +16,7 @@ class Section(BaseModel):
 
 
 class ModelConfig(Section):
-    id: str = Field("demo", description="Local folder, Hugging Face id, or `demo`: the bundled SmolLM2-135M-Instruct")
+    id: str = Field("demo", description="Local folder, Hugging Face id, `demo` (SmolLM2-135M-Instruct) or `demo-gemma3`")
     name: str = Field("", description="Name clients use; empty: the last part of the id")
     dtype: Literal["bfloat16", "float16", "float32"] = Field("bfloat16", description="Type of weights, activations and KV")
     max_len: int = Field(0, ge=0, description="Longest prompt + output in tokens; 0: what the model was trained for")

@@ -1,6 +1,7 @@
 """The tokenizer inside a GGUF file, written as the tokenizer.json and tokenizer_config.json that transformers reads.
 
-transformers' own GGUF reader drops the pre-tokenizer's digit splitting, so numbers would be cut otherwise than in training: built here.
+For byte-level BPE, transformers' own GGUF reader drops the pre-tokenizer's digit splitting, so that numbers would be cut otherwise than in
+training: built here. For SentencePiece it does what it should.
 """
 
 from __future__ import annotations
@@ -56,6 +57,13 @@ def write_tokenizer(fields: Fields, max_len: int, target: Path) -> None:
     if fields.has("tokenizer.chat_template"):
         config["chat_template"] = fields.text("tokenizer.chat_template")
     (target / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def write_sentencepiece_tokenizer(source: Path, target: Path) -> None:
+    """Write both files into `target`, as transformers reads them from the GGUF file (about 20 s for Gemma's 262,144 tokens)."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
 
 
 def _pair(merge: str) -> tuple[str, str]:

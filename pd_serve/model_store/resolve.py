@@ -8,10 +8,12 @@ from pathlib import Path
 from pd_serve.errors import ModelError
 from pd_serve.model_store.cache import cache_root
 from pd_serve.model_store.demo import prepare_demo
+from pd_serve.model_store.demo_gemma3 import prepare_demo_gemma3
 from pd_serve.model_store.hub import download
 from pd_serve.model_store.progress import Progress, ignore_progress
 
 DEMO_ID = "demo"
+DEMO_GEMMA3_ID = "demo-gemma3"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 
@@ -19,13 +21,15 @@ _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")
 def resolve_model(model_id: str, cache_dir: str = "", progress: Progress = ignore_progress) -> Path:
     """The folder that holds config.json, the tokenizer and (unless weights are random) the safetensors of `model_id`.
 
-    `demo` is converted once into the cache; an existing folder is used where it lies; `owner/name` or `owner/name@revision` is
+    The demos are converted once into the cache; an existing folder is used where it lies; `owner/name` or `owner/name@revision` is
     downloaded from the Hugging Face hub (once: the hub's own cache, under `cache_dir` where that is given). Blocks meanwhile.
 
     Raises ModelError, one line, when there is no such model or it cannot be fetched.
     """
     if model_id == DEMO_ID:
         return prepare_demo(cache_root(cache_dir), progress)
+    if model_id == DEMO_GEMMA3_ID:
+        return prepare_demo_gemma3(cache_root(cache_dir), progress)
     folder = Path(model_id).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
