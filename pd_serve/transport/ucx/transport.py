@@ -238,6 +238,11 @@ class UcxTransport:
 
     # ---- telling
 
+    @property
+    def library(self) -> str:
+        """For people: the binding and the version of what it binds."""
+        return f"{self._binding.name} {self._binding.version}"
+
     def lanes(self) -> tuple[str, ...]:
         return tuple(lane.label for lane in self._open_ports("cpu").lanes)
 

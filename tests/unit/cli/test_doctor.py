@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import socket
 from pathlib import Path
@@ -52,6 +53,17 @@ def test_failures_name_a_remedy(finding: object, name: str) -> None:
     assert isinstance(found, Finding)
     assert (found.name, found.state) == (name, State.FAIL)
     assert found.remedy
+
+
+def test_nixl_is_opened_as_a_worker_would() -> None:
+    found = doctor.check_nixl(config("transport.name=nixl"))
+    if importlib.util.find_spec("nixl_cu12") is None:
+        assert found.state is State.FAIL
+        assert "nixl" in found.remedy
+    else:
+        assert found.state is State.OK, found.detail
+        assert "tcp" in found.detail
+    assert doctor.check_nixl(config()).detail == "not needed with transport.name = ucx"
 
 
 def test_ucx_is_opened_as_a_worker_would() -> None:

@@ -1,4 +1,4 @@
-"""`python -m pd_serve.cli.doctor_ucx BINDING LANES`: opens UCX as a worker would and prints what it got, as JSON.
+"""`python -m pd_serve.cli.doctor_transport NAME BINDING LANES`: opens a transport as a worker would and prints what it got, as JSON.
 
 A process of its own: a library that is broken may end the process that opens it, and doctor has to live to tell.
 """
@@ -11,21 +11,25 @@ import sys
 from pd_serve.errors import PdServeError
 from pd_serve.ids import PeerId, WorkerId, new_incarnation
 from pd_serve.transport.base import TransportSettings
+from pd_serve.transport.nixl.transport import NixlTransport
 from pd_serve.transport.ucx.bindings import open_binding
 from pd_serve.transport.ucx.transport import UcxTransport
 
 POOL_NBYTES = 1 << 20
 
 
-def main(binding_name: str, lanes: str) -> int:
+def main(name: str, binding: str, lanes: str) -> int:
     try:
-        binding = open_binding(binding_name)
         peer = PeerId(WorkerId("doctor"), new_incarnation())
         settings = TransportSettings(self_id=peer, secret=b"", host="127.0.0.1", host_id="doctor", lanes=lanes)
-        transport = UcxTransport(settings, lambda event: None, binding)
+        transport = (
+            NixlTransport(settings, lambda event: None)
+            if name == "nixl"
+            else UcxTransport(settings, lambda event: None, open_binding(binding))
+        )
         try:
             transport.allocate_pool(POOL_NBYTES)
-            found = {"binding": type(binding).__module__.rpartition(".")[2], "version": binding.version, "lanes": list(transport.lanes())}
+            found = {"library": transport.library, "lanes": list(transport.lanes())}
         finally:
             transport.close()
     except PdServeError as error:
