@@ -12,6 +12,7 @@ import pytest
 from pd_serve.engine.experts_info import ExpertsInfo, Scoring
 from pd_serve.engine.families.registry import describe
 from pd_serve.engine.model_info import KVShape, ModelInfo
+from pd_serve.engine.parameters import num_parameters
 from pd_serve.errors import ModelError
 
 COMMON: dict[str, Any] = {
@@ -109,3 +110,21 @@ def test_what_is_not_honoured_is_refused_in_one_line(
     with pytest.raises(ModelError, match=message) as caught:
         _describe(tmp_path, config, **changes)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "elements_per_token"),
+    [
+        ("deepseek-v2-lite", 15.7e9, 27 * 576),
+        ("deepseek-v3", 671e9, 61 * 576),
+        ("qwen3-30b-a3b", 30.5e9, 48 * 2 * 4 * 128),
+        ("mixtral-8x7b", 46.7e9, 32 * 2 * 8 * 128),
+    ],
+)
+def test_published_configs_are_read(name: str, size: float, elements_per_token: int, tmp_path: Path) -> None:
+    """As published, without keys that mean nothing to a decoder (DeepSeek-V3: of its bfloat16 conversion)."""
+    config = json.loads((Path(__file__).parent / "published_configs" / f"{name}.json").read_text())
+    info = _describe(tmp_path, config)
+    assert num_parameters(info) == pytest.approx(size, rel=0.01)
+    shape = info.kv_shape
+    assert info.num_layers * shape.num_planes * shape.num_heads * shape.head_dim == elements_per_token
