@@ -109,8 +109,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "wrong-kv-digest-taken": Mutation(
         "workers/decode/arrivals.py",
-        "if lease.claimed % 2**64 != _as_int(digest_in_place(",
-        "if 0 == _as_int(digest_in_place(",
+        "if lease.claimed % 2**64 != _as_int(digest_of_pool(",
+        "if 0 == _as_int(digest_of_pool(",
         _WORKERS + "test_arrivals.py::test_a_changed_byte_is_damage",
     ),
     "attempt-ids-used-again": Mutation(

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from pd_serve.engine.batch import Batch, StepResult
 from pd_serve.ids import AttemptId, LeaseId, LinkId, PeerId, RouterId
 from pd_serve.kv.conversion import Packing
+from pd_serve.kv.digest import TokenSpan
 from pd_serve.protocol.link import Lease, Role, RouterFrame, Sample, WorkerFrame
 from pd_serve.protocol.notify import NoticeUnion
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused, WriteWindow
@@ -159,6 +160,8 @@ class PushPlan:
     packings: tuple[Packing, ...] = ()
     src_rank: int = 0
     dst_rank: int = 0
+    span: TokenSpan | None = None
+    """Of `ranges`: which tokens they are, for the digest."""
 
     @property
     def layer_nbytes(self) -> int:
@@ -238,6 +241,8 @@ class RemovePeer:
 @dataclass(frozen=True, slots=True, eq=False)
 class OpenWindow:
     window: WriteWindow
+    span: TokenSpan | None = None
+    """Which tokens are to be written, for the digest."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,7 +199,7 @@ class RankGroup:
         commands: list[tuple[int, RankCommand]] = []
         for rank in range(self._num_ranks):
             first, *others = (rank_peer(window.writer, other) for ours, other in routes if ours == rank)
-            own = OpenWindow(msgspec.structs.replace(window, writer=first, other_writers=tuple(others)))
+            own = replace(action, window=msgspec.structs.replace(window, writer=first, other_writers=tuple(others)))
             commands.append((rank, action if first == window.writer and not others else own))
         return commands
 

@@ -81,7 +81,7 @@ def open_rank(spec: RankSpec, post: Callable[[RankMessage], None]) -> OpenRank:
         _transport_settings(spec),
         post,
         num_traces=config.observe.trace_requests,
-        verify=config.transport.verify,
+        verify=plan.layout if config.transport.verify else None,
     )
     ready, runner = _open(plan, config, (engine, transport), group, clock)
     _log.info(

@@ -30,6 +30,7 @@ import numpy as np
 from pd_serve.clock import Clock, MonotonicClock
 from pd_serve.errors import ConfigError, ProtocolError, TransportError
 from pd_serve.ids import PeerId
+from pd_serve.kv.layout import KVLayout
 from pd_serve.protocol.link import Sample, Trace
 from pd_serve.protocol.notify import Completed, NoticeUnion, notice_codec
 from pd_serve.transport.base import Flushed, NoticeReceived, PeerJoined, PeerLost, Transport, TransportEvent, TransportSettings
@@ -86,9 +87,10 @@ class TransportThread:
         *,
         clock: Clock | None = None,
         num_traces: int = 16,
-        verify: bool = False,
+        verify: KVLayout | None = None,
     ) -> None:
-        """`verify`: what is pushed carries a digest, and what arrives must have that of its record (kv/digest.py); host memory only."""
+        """`verify`: the pool's layout, where what is pushed carries a digest and what arrives must have that of its record
+        (kv/digest.py); host memory only."""
         self._factory = factory
         self._settings = settings
         self._post = post
@@ -192,18 +194,18 @@ class _Loop:
         self._poll = select.poll()
         self._polled: tuple[int, ...] = ()
 
-    def open_pool(self, pool: AllocatePool | RegisterPool, verify: bool) -> TransportReady:
+    def open_pool(self, pool: AllocatePool | RegisterPool, verify: KVLayout | None) -> TransportReady:
         """Raises ConfigError where transfers are to be verified in memory that this process cannot read."""
         if isinstance(pool, AllocatePool):
             region = self._transport.allocate_pool(pool.nbytes)
         else:
             region = self._transport.register_pool(pool.address, pool.nbytes, pool.device)
-        if verify:
+        if verify is not None:
             if region.buffer is None:
                 raise ConfigError("transport.verify reads KV in host memory; turn it off where the pool is on a GPU")
             memory = np.frombuffer(region.buffer, np.uint8)
-            self._arrivals = Arrivals(memory)
-            self._pusher.digest_writes(memory)
+            self._arrivals = Arrivals(memory, verify)
+            self._pusher.digest_writes(memory, verify)
         return TransportReady(region, self._transport.export_metadata(), self._transport.lanes())
 
     def close(self) -> None:
@@ -281,8 +283,8 @@ class _Loop:
                 self._send(command.peer, command.notice)
             case OpenWindow():
                 self._transport.open_window(command.window)
-                if self._arrivals is not None:
-                    self._arrivals.expect(command.window)
+                if self._arrivals is not None and command.span is not None:
+                    self._arrivals.expect(command.window, command.span)
                 self._post(WindowOpened(command.window.lease_id))
             case CloseWindow():
                 if self._arrivals is not None:

@@ -44,7 +44,7 @@ class Completed(Notice, frozen=True, tag="completed"):
     compute_to_notice_s: float
     """From the end of prefill compute to the sending of this record, a duration on the writer's clock."""
     digest: bytes = b""
-    """Of the bytes this contributor wrote (kv/digest.py), where it verifies transfers."""
+    """Of the KV this contributor sent (kv/digest.py), where it verifies transfers."""
 
 
 class Quiesced(Notice, frozen=True, tag="quiesced"):

@@ -23,6 +23,7 @@ from pd_serve.engine.loader import load_runner, plan_engine
 from pd_serve.engine.runner import ModelRunner
 from pd_serve.ids import AttemptId, Epoch, LeaseId
 from pd_serve.kv.conversion import HeadSlice, plan_packings
+from pd_serve.kv.digest import TokenSpan
 from pd_serve.kv.layout import KVLayout
 from pd_serve.kv.transfer import plan_ranges, write_ranges
 from pd_serve.protocol.link import Lease
@@ -121,7 +122,9 @@ class Rank:
         pool_nbytes, staging_nbytes = plan.layout.pool_nbytes, sizes.num_slots * sizes.slot_nbytes
         self.peer = peer_id(name)
         self.outputs: queue.Queue[TransportOutput] = queue.Queue()
-        self.thread = TransportThread(transport_factory("ucx"), settings_for(self.peer, lanes), self.outputs.put, verify=sizes.verify)
+        self.thread = TransportThread(
+            transport_factory("ucx"), settings_for(self.peer, lanes), self.outputs.put, verify=plan.layout if sizes.verify else None
+        )
         self.ready = self.thread.start(AllocatePool(pool_nbytes + staging_nbytes), 10.0)
         assert self.ready.region.buffer is not None
         self.runner: ModelRunner[Any] = load_runner(plan, self.ready.region.buffer, MonotonicClock())
@@ -244,7 +247,8 @@ class Pair:
         firsts: dict[int, int] = {}
         for prompt in prompts:
             starts, ends = write_ranges(self.target.layout, prompt.target, prompt.num_cached, len(prompt.token_ids))
-            self.target.thread.submit(OpenWindow(WriteWindow(LeaseId(prompt.number), EPOCH, self.prefill.peer, starts, ends)))
+            window = WriteWindow(LeaseId(prompt.number), EPOCH, self.prefill.peer, starts, ends)
+            self.target.thread.submit(OpenWindow(window, TokenSpan(prompt.target, prompt.num_cached, len(prompt.token_ids))))
             self.target.expect(WindowOpened)
             if prompt.num_known > prompt.num_cached:
                 self.prefill.thread.submit(PushNow(self.plan(prompt, prompt.num_cached, prompt.num_known, 0)))
@@ -277,7 +281,15 @@ class Pair:
         elif start < end:
             ranges = plan_ranges(src, prompt.source, prompt.target, start, end)
         return PushPlan(
-            AttemptId(prompt.number), lease, ranges, src.layer_nbytes, dst.layer_nbytes, src.num_layers, chunk, packings=packings
+            AttemptId(prompt.number),
+            lease,
+            ranges,
+            src.layer_nbytes,
+            dst.layer_nbytes,
+            src.num_layers,
+            chunk,
+            packings,
+            span=TokenSpan(prompt.source, start, end),
         )
 
     def _complete(self, prompt: Prompt, first: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 
 from pd_serve.errors import TransportUnavailableError
 from tests.accuracy.converting import Kind, Pair, Prompt
+from workers.events import PushPlan
 
 LENGTHS = (1, 15, 16, 33, 250)
 NUM_OUTPUTS = 8
@@ -114,6 +116,22 @@ def test_any_two_layouts(pair: Pair) -> None:
 @pytest.mark.parametrize("pair", [(kinds, "shm") for kinds in drawn(2, 100)], indirect=True, ids=_name)
 def test_many_more_layouts(pair: Pair) -> None:
     check(pair)
+
+
+@pytest.mark.parametrize("pair", [(NAMED[1], "shm"), (NAMED[11], "shm")], indirect=True, ids=_name)
+def test_kv_that_is_not_where_it_belongs_has_not_the_digest_of_what_was_sent(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right bytes, wrong blocks: of the prompt's own, so that no bounds check could tell."""
+    *prompts, _ = pair.prompts(LENGTHS, NUM_OUTPUTS, SHARED)
+    spoilt, plan = prompts[-1].number, pair.plan
+
+    def misplaced(prompt: Prompt, start: int, end: int, chunk: int) -> PushPlan:
+        target = (prompt.target[1], prompt.target[0], *prompt.target[2:]) if prompt.number == spoilt else prompt.target
+        return plan(replace(prompt, target=target), start, end, chunk)
+
+    monkeypatch.setattr(pair, "plan", misplaced)
+    pair.push(prompts, chunk=50)
+    assert pair.damaged == [spoilt]
+    assert {number for number, _, _ in wrong_tokens(pair, prompts)} == {spoilt}
 
 
 @pytest.mark.parametrize("pair", [(NAMED[4], "shm")], indirect=True, ids=_name)

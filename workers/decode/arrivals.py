@@ -11,31 +11,34 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from pd_serve.ids import LeaseId, PeerId
-from pd_serve.kv.digest import DIGEST_NBYTES, digest_in_place
+from pd_serve.ids import Epoch, LeaseId, PeerId
+from pd_serve.kv.digest import DIGEST_NBYTES, TokenSpan, digest_of_pool
+from pd_serve.kv.layout import KVLayout
 from pd_serve.protocol.notify import Completed
 from pd_serve.transport.base import WriteWindow
 
 
 @dataclass(slots=True)
 class _Expected:
-    window: WriteWindow
+    epoch: Epoch
+    span: TokenSpan
     missing: set[PeerId]
     claimed: int = 0
     """Sum of what those have claimed that are not missing any more."""
 
 
 class Arrivals:
-    def __init__(self, memory: NDArray[np.uint8]) -> None:
-        """`memory` [nbytes]: this process's pool."""
-        self._memory = memory
+    def __init__(self, memory: NDArray[np.uint8], layout: KVLayout) -> None:
+        """`memory` [nbytes]: this process's pool, of that layout."""
+        self._memory, self._layout = memory, layout
         self._expected: dict[LeaseId, _Expected] = {}
 
     def __len__(self) -> int:
         return len(self._expected)
 
-    def expect(self, window: WriteWindow) -> None:
-        self._expected[window.lease_id] = _Expected(window, set(window.writers))
+    def expect(self, window: WriteWindow, span: TokenSpan) -> None:
+        """`span`: what is to be written, by all of the window's writers together."""
+        self._expected[window.lease_id] = _Expected(window.epoch, span, set(window.writers))
 
     def forget(self, lease_id: LeaseId) -> None:
         self._expected.pop(lease_id, None)
@@ -46,7 +49,7 @@ class Arrivals:
         A record that is nobody's, or comes twice, is not judged here.
         """
         lease = self._expected.get(notice.lease_id)
-        if lease is None or lease.window.epoch != notice.epoch or peer not in lease.missing:
+        if lease is None or lease.epoch != notice.epoch or peer not in lease.missing:
             return ""
         if len(notice.digest) != DIGEST_NBYTES:
             return f"{peer} sends no digest of its KV: transport.verify is not set there"
@@ -54,7 +57,7 @@ class Arrivals:
         lease.claimed += _as_int(notice.digest)
         if lease.missing:
             return ""
-        if lease.claimed % 2**64 != _as_int(digest_in_place(self._memory, lease.window.starts, lease.window.ends)):
+        if lease.claimed % 2**64 != _as_int(digest_of_pool(self._memory, self._layout, lease.span)):
             return "the KV that arrived is not the KV that was sent"
         return ""
 

@@ -25,6 +25,7 @@ from pd_serve.errors import StaleError
 from pd_serve.ids import AttemptId, LeaseId, LinkId, PeerId
 from pd_serve.kv.block_pool import BlockPool
 from pd_serve.kv.conversion import packed_token_nbytes
+from pd_serve.kv.digest import TokenSpan
 from pd_serve.kv.lease import HeldLease, LeaseState, LeaseTable
 from pd_serve.kv.routes import Route
 from pd_serve.kv.transfer import write_ranges
@@ -288,7 +289,8 @@ class DecodeMachine:
         lease = self._leases.grant(sequence.attempt_id, writer.peer, blocks, len(cached), deadline, contributors)
         attempt.lease_id = lease.lease_id
         starts, ends = write_ranges(layout, blocks, num_cached, num_tokens)
-        return [OpenWindow(WriteWindow(lease.lease_id, lease.epoch, writer.peer, starts, ends))]
+        window = WriteWindow(lease.lease_id, lease.epoch, writer.peer, starts, ends)
+        return [OpenWindow(window, TokenSpan(blocks, num_cached, num_tokens))]
 
     def _live_lease(self, peer: PeerId, notice: Completed | Quiesced) -> HeldLease | None:
         """The lease a record speaks of, if the record can be its own: identity first, content later."""

@@ -29,6 +29,7 @@ from pd_serve.engine.sequence import Sequence, SequenceKind
 from pd_serve.ids import AttemptId, Epoch, LeaseId, LinkId, PeerId
 from pd_serve.kv.block_pool import BlockPool
 from pd_serve.kv.conversion import Packing, plan_packings
+from pd_serve.kv.digest import TokenSpan
 from pd_serve.kv.layout import KVLayout
 from pd_serve.kv.routes import Route
 from pd_serve.kv.transfer import plan_ranges
@@ -296,6 +297,7 @@ class PrefillMachine:
                 remote_layer_stride=job.layout.layer_nbytes,
                 num_layers=layout.num_layers,
                 chunk_index=job.num_plans,
+                span=TokenSpan(blocks, start, end) if is_equal else None,
                 packings=() if is_equal else self._packings(job, route, blocks, start, end),
                 src_rank=route.src_rank,
                 dst_rank=route.dst_rank,

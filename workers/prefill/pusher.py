@@ -30,6 +30,7 @@ from pd_serve.errors import TransportError
 from pd_serve.ids import PeerId
 from pd_serve.kv.conversion import Packing
 from pd_serve.kv.digest import KVDigest
+from pd_serve.kv.layout import KVLayout
 from pd_serve.protocol.link import Lease
 from pd_serve.protocol.notify import Completed
 from pd_serve.transport.base import Transport, WriteBatch
@@ -93,15 +94,17 @@ class Pusher:
         self._ring = StagingRing(0, 0, 1)
         self._queues: dict[PeerId, deque[_Waiting | Callable[[], None]]] = {}
         """By peer, in order: packings, and what is to be done once those before it have been issued."""
-        self._memory: NDArray[np.uint8] | None = None
+        self._pool: tuple[NDArray[np.uint8], KVLayout] | None = None
+        """Where transfers have a digest."""
 
     def use_packer(self, packer: Packer, ring: StagingRing) -> None:
         """For plans with packings. Call once, before the first of them."""
         self._packer, self._ring = packer, ring
 
-    def digest_writes(self, memory: NDArray[np.uint8]) -> None:
-        """From now on every transfer has a digest. `memory` [nbytes]: the registered region. Call before the first push."""
-        self._memory = memory
+    def digest_writes(self, memory: NDArray[np.uint8], layout: KVLayout) -> None:
+        """From now on every transfer has a digest. `memory` [nbytes]: the registered region, a pool of `layout` at its beginning. Call
+        before the first push."""
+        self._pool = memory, layout
 
     @property
     def num_transfers(self) -> int:
@@ -229,6 +232,8 @@ class Pusher:
             started_at = self._now()
             ops = plan.ranges + np.array([layer * plan.local_layer_stride, layer * plan.remote_layer_stride, 0], np.int64)
             if self._write(plan, ops, transfer):
+                if transfer.digest is not None and self._pool is not None and plan.span is not None:
+                    transfer.digest.add_pool(*self._pool, plan.span, layer)
                 piece = Piece(transfer, plan.chunk_index, layer, written_at, started_at, nbytes)
                 transfer.pieces.append(piece)
                 flights.setdefault(peer, _Flight(peer, started_at, [])).pieces.append(piece)
@@ -239,7 +244,7 @@ class Pusher:
         transfer = self._transfers.get(plan.lease)
         if transfer is None:
             transfer = self._transfers[plan.lease] = Transfer(plan.attempt_id)
-            transfer.digest = None if self._memory is None else KVDigest(self._memory)
+            transfer.digest = None if self._pool is None else KVDigest()
         return transfer
 
     def _write(self, plan: PushPlan, ops: NDArray[np.int64], transfer: Transfer) -> bool:
@@ -248,8 +253,6 @@ class Pusher:
         except TransportError as error:
             transfer.problem = transfer.problem or str(error)
             return False
-        if transfer.digest is not None:
-            transfer.digest.add(ops)
         return True
 
     def _fly(self, flight: _Flight) -> None:
@@ -296,6 +299,8 @@ class Pusher:
             flight.started_at = packed_at
         ops = packing.ranges + np.array([slot, item.layer * plan.remote_layer_stride, 0], np.int64)
         if self._write(plan, ops, transfer):
+            if transfer.digest is not None and self._pool is not None:
+                transfer.digest.add_packed(self._pool[0][slot : slot + packing.nbytes], packing, item.layer)
             piece = Piece(transfer, plan.chunk_index, item.layer, item.written_at, started_at, packing.nbytes)
             transfer.pieces.append(piece)
             transfer.packed_nbytes += packing.nbytes

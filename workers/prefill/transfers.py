@@ -21,7 +21,7 @@ class Transfer:
     pack_s: float = 0.0
     packed_nbytes: int = 0
     digest: KVDigest | None = None
-    """Of the bytes put, where transfers are verified."""
+    """Of the KV sent, where transfers are verified."""
     problem: str = ""
     """Why the attempt's KV cannot be complete at the target."""
 

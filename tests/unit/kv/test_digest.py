@@ -1,9 +1,8 @@
-"""The digest of KV speaks of where bytes lie at the target, not of how they came there."""
+"""The digest of KV speaks of tokens, not of where they lie or in what pieces they came."""
 
 from __future__ import annotations
 
 import random
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,9 +11,9 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pd_serve.kv.conversion import HeadSlice, plan_packings
-from pd_serve.kv.digest import DIGEST_NBYTES, KVDigest, digest_in_place
+from pd_serve.kv.digest import DIGEST_NBYTES, KVDigest, TokenSpan, digest_of_pool
 from pd_serve.kv.layout import KVDtype, KVLayout, KVOrder
-from pd_serve.kv.transfer import plan_ranges, write_ranges
+from pd_serve.kv.transfer import plan_ranges
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=4, block_size=4, num_blocks=12, dtype=KVDtype.FLOAT32)
 SOURCE, TARGET = (7, 2, 9), (1, 11, 4)
@@ -24,8 +23,13 @@ def noise(nbytes: int, seed: int = 1) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
-def one_by_one(memory: NDArray[np.uint8], rows: NDArray[np.int64]) -> bytes:
-    """The definition, byte by byte."""
+def add_up(*digests: bytes) -> bytes:
+    total = sum(int.from_bytes(digest, "little") for digest in digests) % 2**64
+    return total.to_bytes(DIGEST_NBYTES, "little")
+
+
+def byte_by_byte(memory: NDArray[np.uint8], layout: KVLayout, blocks: tuple[int, ...], start: int, end: int) -> bytes:
+    """The definition, for token-major layouts."""
 
     def key(index: int) -> int:
         mixed = (index + 1) * 0x9E3779B97F4A7C15 % 2**64
@@ -33,92 +37,91 @@ def one_by_one(memory: NDArray[np.uint8], rows: NDArray[np.int64]) -> bytes:
         mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % 2**64
         return (mixed ^ mixed >> 31) | 1
 
+    words = -(-layout.num_planes * layout.token_nbytes // 8)
     total = 0
-    for local, remote, nbytes in rows.tolist():
-        for at in range(nbytes):
-            total += (int(memory[local + at]) << 8 * ((remote + at) % 8)) * key((remote + at) // 8)
+    for layer in range(layout.num_layers):
+        for token in range(start, end):
+            base = layout.block_offset(layer, blocks[token // layout.block_size])
+            row = b""
+            for segment in layout.segments():
+                at = base + segment.offset + token % layout.block_size * segment.stride
+                row += memory[at : at + segment.nbytes].tobytes()
+            for place, byte in enumerate(row):
+                total += (byte << 8 * (place % 8)) * key((layer << 40) + token * words + place // 8)
     return (total % 2**64).to_bytes(DIGEST_NBYTES, "little")
+
+
+@pytest.mark.parametrize("dtype", [KVDtype.BFLOAT16, KVDtype.FP8_E4M3])
+@pytest.mark.parametrize("num_heads", [1, 3])
+def test_it_is_what_it_is_defined_to_be(dtype: KVDtype, num_heads: int) -> None:
+    layout = KVLayout(2, num_heads, 4, 4, 9, dtype)
+    memory = noise(layout.pool_nbytes)
+    assert digest_of_pool(memory, layout, TokenSpan((3, 8, 0), 2, 11)) == byte_by_byte(memory, layout, (3, 8, 0), 2, 11)
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 12), (0, 1), (4, 11), (8, 9)])
+def test_what_was_pushed_as_it_lies_has_the_digest_of_its_source(start: int, end: int) -> None:
+    source, target = noise(LAYOUT.pool_nbytes), noise(LAYOUT.pool_nbytes, 2)
+    for layer in range(LAYOUT.num_layers):
+        for local, remote, nbytes in (
+            plan_ranges(LAYOUT, SOURCE, TARGET, start, end) + np.array([layer * LAYOUT.layer_nbytes] * 2 + [0])
+        ).tolist():
+            target[remote : remote + nbytes] = source[local : local + nbytes]
+    sent = digest_of_pool(source, LAYOUT, TokenSpan(SOURCE, start, end))
+    assert digest_of_pool(target, LAYOUT, TokenSpan(TARGET, start, end)) == sent
 
 
 @settings(max_examples=60, deadline=None)
 @given(rng=st.randoms(use_true_random=False))
-def test_pieces_of_any_size_and_order_add_up_to_the_whole(rng: random.Random) -> None:
-    source, target = noise(4096), np.zeros(4096, np.uint8)
-    cuts = sorted(rng.sample(range(3000), rng.randint(2, 30)))
-    at = rng.randrange(1000)
-    rows = np.array([(first, at + first, past - first) for first, past in pairwise(cuts)], np.int64)
-    for local, remote, nbytes in rows:
-        target[remote : remote + nbytes] = source[local : local + nbytes]
-    sent = KVDigest(source)
-    shuffled = rng.sample(rows.tolist(), len(rows))
-    half = rng.randint(0, len(rows))
-    for part in (shuffled[:half], shuffled[half:]):
-        sent.add(np.array(part, np.int64).reshape(-1, 3))
-    arrived = digest_in_place(target, np.array([at + cuts[0]]), np.array([at + cuts[-1]]))
-    assert sent.to_bytes() == arrived == one_by_one(source, rows)
+def test_pieces_of_any_size_and_any_heads_add_up_to_what_lies_in_the_pool(rng: random.Random) -> None:
+    num_heads = rng.randint(1, 4)
+    order, dtype = rng.choice(list(KVOrder)), rng.choice(list(KVDtype))
+    dst = KVLayout(2, num_heads, rng.choice([4, 6]), rng.choice([1, 3, 8]), 40, dtype, rng.choice([1, 2]), order)
+    src = KVLayout(2, num_heads, dst.head_dim, 4, 40, KVDtype.FLOAT32, dst.num_planes)
+    end = rng.randint(1, 30)
+    start = rng.randrange(end)
+    blocks, src_blocks = (tuple(rng.sample(range(40), layout.num_blocks_for(end))) for layout in (dst, src))
+    memory, parts = noise(dst.pool_nbytes), []
+    cut = rng.randint(0, num_heads)
+    for head, count in ((0, cut), (cut, num_heads - cut)):
+        if not count:
+            continue
+        sent = KVDigest()
+        pieces = list(plan_packings(src, dst, HeadSlice(head, head, count), src_blocks, blocks, start, end, rng.choice([50, 300, 1 << 20])))
+        for packing, layer in rng.sample([(packing, layer) for packing in pieces for layer in (0, 1)], 2 * len(pieces)):
+            packed = noise(packing.nbytes, rng.randrange(1 << 20))
+            sent.add_packed(packed, packing, layer)
+            for local, remote, nbytes in packing.ranges.tolist():
+                memory[remote + layer * dst.layer_nbytes :][:nbytes] = packed[local : local + nbytes]
+        parts.append(sent.to_bytes())
+        alone = KVDigest()
+        for layer in (0, 1):
+            alone.add_pool(memory, dst, TokenSpan(blocks, start, end), layer, range(head, head + count))
+        assert alone.to_bytes() == parts[-1], "a route's own"
+    assert digest_of_pool(memory, dst, TokenSpan(blocks, start, end)) == add_up(*parts)
 
 
 def test_more_than_fits_the_cache_is_split_without_a_trace() -> None:
-    memory = noise(200_000)
-    whole, halves = KVDigest(memory), KVDigest(memory)
-    whole.add(np.array([(3, 5, 150_001)]))
-    halves.add(np.array([(3, 5, 70_001), (70_004, 70_006, 80_000)]))
-    assert whole.to_bytes() == halves.to_bytes()
-
-
-@pytest.mark.parametrize(("start", "end"), [(0, 12), (0, 1), (4, 11), (8, 9)])
-def test_what_was_pushed_has_the_digest_of_the_write_window(start: int, end: int) -> None:
-    source, target = noise(LAYOUT.pool_nbytes), noise(LAYOUT.pool_nbytes, 2)
-    sent = KVDigest(source)
-    for layer in range(LAYOUT.num_layers):
-        shift = layer * LAYOUT.layer_nbytes
-        rows = plan_ranges(LAYOUT, SOURCE, TARGET, start, end) + np.array([shift, shift, 0])
-        sent.add(rows)
-        for local, remote, nbytes in rows.tolist():
-            target[remote : remote + nbytes] = source[local : local + nbytes]
-    assert digest_in_place(target, *write_ranges(LAYOUT, TARGET, start, end)) == sent.to_bytes()
-
-
-@pytest.mark.parametrize("order", list(KVOrder))
-@pytest.mark.parametrize("dtype", [KVDtype.FP8_E4M3, KVDtype.BFLOAT16])
-def test_routes_to_a_rank_add_up_to_its_window(order: KVOrder, dtype: KVDtype) -> None:
-    """Two sources, a head each, in pieces of different sizes; each has the digest of its own heads."""
-    dst = KVLayout(2, 2, 4, 8, 9, dtype, 2, order)
-    src = KVLayout(2, 1, 4, 4, 9, KVDtype.FLOAT32)
-    blocks, src_blocks = (7, 2), (3, 1, 8, 0)
-    target, together = np.zeros(dst.pool_nbytes, np.uint8), 0
-    for head, limit in ((0, 40), (1, 1 << 20)):
-        slot = noise(4096, 5 + head)
-        sent = KVDigest(slot)
-        for packing in plan_packings(src, dst, HeadSlice(0, head, 1), src_blocks, blocks, 1, 13, limit):
-            for layer in (0, 1):
-                rows = packing.ranges + np.array([0, layer * dst.layer_nbytes, 0])
-                sent.add(rows)
-                for local, remote, nbytes in rows.tolist():
-                    target[remote : remote + nbytes] = slot[local : local + nbytes]
-        heads = range(head, head + 1)
-        assert digest_in_place(target, *write_ranges(dst, blocks, 1, 13, heads)) == sent.to_bytes()
-        together += int.from_bytes(sent.to_bytes(), "little")
-    whole = digest_in_place(target, *write_ranges(dst, blocks, 1, 13))
-    assert int.from_bytes(whole, "little") == together % 2**64
+    layout = KVLayout(1, 8, 64, 16, 20, KVDtype.FLOAT32)
+    memory, blocks = noise(layout.pool_nbytes), tuple(range(19, -1, -1))
+    parts = [digest_of_pool(memory, layout, TokenSpan(blocks, *span)) for span in ((3, 100), (100, 101), (101, 317))]
+    assert digest_of_pool(memory, layout, TokenSpan(blocks, 3, 317)) == add_up(*parts)
 
 
 def test_one_changed_byte_of_any_layer_changes_it() -> None:
-    pool = noise(LAYOUT.pool_nbytes)
-    window = write_ranges(LAYOUT, SOURCE, 2, 10)
-    before = digest_in_place(pool, *window)
+    pool, span = noise(LAYOUT.pool_nbytes), TokenSpan(SOURCE, 2, 10)
+    before = digest_of_pool(pool, LAYOUT, span)
     for layer in range(LAYOUT.num_layers):
         offset = LAYOUT.block_offset(layer, SOURCE[1]) + 5
         pool[offset] ^= 1
-        assert digest_in_place(pool, *window) != before
+        assert digest_of_pool(pool, LAYOUT, span) != before
         pool[offset] ^= 1
     pool[LAYOUT.block_offset(0, 0)] ^= 1  # nobody's
-    assert digest_in_place(pool, *window) == before
+    pool[LAYOUT.block_offset(0, SOURCE[0])] ^= 1  # of a token before
+    assert digest_of_pool(pool, LAYOUT, span) == before
 
 
-def test_bytes_in_each_others_place_change_it() -> None:
-    memory = np.arange(64, dtype=np.uint8)
-    right, wrong = KVDigest(memory), KVDigest(memory)
-    right.add(np.array([(0, 128, 32), (32, 512, 32)]))
-    wrong.add(np.array([(0, 512, 32), (32, 128, 32)]))
-    assert right.to_bytes() != wrong.to_bytes()
+@pytest.mark.parametrize("wrong", [(2, 7, 9), (7, 9, 2)])
+def test_blocks_in_each_others_place_change_it(wrong: tuple[int, ...]) -> None:
+    pool = noise(LAYOUT.pool_nbytes)
+    assert digest_of_pool(pool, LAYOUT, TokenSpan(wrong, 0, 12)) != digest_of_pool(pool, LAYOUT, TokenSpan(SOURCE, 0, 12))

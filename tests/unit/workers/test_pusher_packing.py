@@ -17,7 +17,7 @@ from pd_serve.clock import VirtualClock
 from pd_serve.errors import OutOfBoundsError
 from pd_serve.ids import AttemptId, Epoch, LeaseId, PeerId
 from pd_serve.kv.conversion import HeadSlice, Packing, plan_packings
-from pd_serve.kv.digest import digest_in_place
+from pd_serve.kv.digest import TokenSpan, digest_of_pool
 from pd_serve.kv.layout import KVDtype, KVLayout, KVOrder
 from pd_serve.kv.transfer import plan_ranges, write_ranges
 from pd_serve.protocol.link import Lease
@@ -82,7 +82,7 @@ class Bench:
         self.num_slots = num_slots
         self.pusher = Pusher(self.transport, itertools.count(1).__next__, self.clock.now)  # type: ignore[arg-type]
         self.pusher.use_packer(self.packer, self.ring)
-        self.pusher.digest_writes(memory)
+        self.pusher.digest_writes(memory, SRC)
         self.acts: list[str] = []
 
     def act(self, name: str) -> Callable[[], None]:
@@ -114,12 +114,14 @@ def lease(lease_id: int, peer: PeerId = NEAR) -> Lease:
 def packed_plan(lease_id: int, peer: PeerId = NEAR, num_tokens: int = 24, limit: int = SLOT, num_layers: int = 3) -> PushPlan:
     packings = tuple(plan_packings(SRC, DST, HeadSlice(0, 0, 2), range(8), range(5, 9), 0, num_tokens, limit))
     nothing = np.empty((0, 3), np.int64)
-    return PushPlan(AttemptId(lease_id), lease(lease_id, peer), nothing, SRC.layer_nbytes, DST.layer_nbytes, num_layers, 0, packings)
+    return PushPlan(
+        AttemptId(lease_id), lease(lease_id, peer), nothing, SRC.layer_nbytes, DST.layer_nbytes, num_layers, 0, packings=packings
+    )
 
 
 def equal_plan(lease_id: int, peer: PeerId = NEAR) -> PushPlan:
-    ranges = plan_ranges(SRC, range(4), range(4), 0, 12)
-    return PushPlan(AttemptId(lease_id), lease(lease_id, peer), ranges, SRC.layer_nbytes, SRC.layer_nbytes, 3, 0)
+    ranges, span = plan_ranges(SRC, range(4), range(4), 0, 12), TokenSpan(tuple(range(4)), 0, 12)
+    return PushPlan(AttemptId(lease_id), lease(lease_id, peer), ranges, SRC.layer_nbytes, SRC.layer_nbytes, 3, 0, span=span)
 
 
 def completed(plan: PushPlan) -> Completed:
@@ -141,7 +143,7 @@ def test_every_byte_goes_where_the_target_keeps_it_and_is_counted_once() -> None
         written[start:end] = True
     assert bool((pool[written] != 0).all())
     assert not pool[~written].any()
-    assert bench.pusher.digest_of(NEAR, completed(plan)) == digest_in_place(pool, starts, ends)
+    assert bench.pusher.digest_of(NEAR, completed(plan)) == digest_of_pool(pool, DST, TokenSpan(tuple(range(5, 9)), 0, 24))
     finished = bench.pusher.finish(NEAR, completed(plan), 11.0, "lane")
     assert finished is not None
     values = {sample.metric: sample.value for sample in finished.samples}
@@ -156,6 +158,8 @@ def test_equal_layouts_never_call_the_packer_nor_take_a_slot() -> None:
     assert not bench.pusher.advance()
     bench.settle()
     assert (bench.packer.packed, bench.ring.num_free) == ([], bench.num_slots)
+    sent = digest_of_pool(bench.transport.memory, SRC, TokenSpan(tuple(range(4)), 0, 12))
+    assert bench.pusher.digest_of(NEAR, completed(plan)) == sent
     finished = bench.pusher.finish(NEAR, completed(plan), 11.0, "lane")
     assert finished is not None
     assert {sample.metric for sample in finished.samples}.isdisjoint({"pd_serve_kv_packed_bytes_total", "pd_serve_kv_pack_seconds"})
