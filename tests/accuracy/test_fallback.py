@@ -41,7 +41,7 @@ def _tiny(name: str, changes: Mapping[str, Any]) -> PreTrainedModel:
     return model
 
 
-def _save(name: str, folder: Path) -> PreTrainedModel:
+def save_fallback_model(name: str, folder: Path) -> PreTrainedModel:
     torch.manual_seed(11)
     model = MODELS[name]().eval()
     with torch.no_grad():
@@ -56,7 +56,7 @@ def _save(name: str, folder: Path) -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", sorted(MODELS))
 def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
-    model = _save(name, tmp_path)
+    model = save_fallback_model(name, tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 211) for _ in range(length)] for length in (1, 17, 65, 130)]
     expected = _transformers_generate(model, prompts)
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
 
 
 def test_each_layers_kv_is_announced_before_its_attention(tmp_path: Path) -> None:
-    _save("Olmo2", tmp_path)
+    save_fallback_model("Olmo2", tmp_path)
     runner = make_runner(tmp_path, "float32")
     seen: list[tuple[int, bool]] = []
 
@@ -82,7 +82,7 @@ def test_each_layers_kv_is_announced_before_its_attention(tmp_path: Path) -> Non
 
 
 def test_random_weights_are_equal_in_every_process(tmp_path: Path) -> None:
-    _save("Starcoder2", tmp_path)
+    save_fallback_model("Starcoder2", tmp_path)
     (tmp_path / "model.safetensors").unlink()
     runners = [make_runner(tmp_path, "float32", load_format="random") for _ in range(2)]
     first, second = (generate(runner, [[5, 6, 7]], 8, Way())[1] for runner in runners)
@@ -114,7 +114,7 @@ def test_what_our_attention_does_not_do_is_refused_by_name(name: str, changes: d
 
 def test_a_model_that_attends_otherwise_is_caught_by_the_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: positions that do not come from the step."""
-    _save("Olmo2", tmp_path)
+    save_fallback_model("Olmo2", tmp_path)
     forward = transformers.models.olmo2.modeling_olmo2.Olmo2RotaryEmbedding.forward
 
     def from_zero(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> Any:

@@ -17,6 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from pd_serve.engine.attention.base import FULL, AttentionBackend, LayerRule, PlanT
 from pd_serve.engine.families.fallback import FallbackInfo
 from pd_serve.engine.kv_cache import PagedCache
+from pd_serve.engine.models.fallback_linear import RowCounts
 from pd_serve.engine.models.llama import LayerHook
 from pd_serve.engine.step_inputs import StepInputs
 from pd_serve.errors import ModelError
@@ -44,6 +45,7 @@ class FallbackModel(Generic[PlanT]):
 
     def __init__(self, info: FallbackInfo, model: PreTrainedModel, attention: AttentionBackend[PlanT]) -> None:
         self.info = info
+        self.counts = RowCounts()
         self.model = model
         self.attention = attention
         AttentionInterface.register(ATTENTION_NAME, _attend)
@@ -53,6 +55,7 @@ class FallbackModel(Generic[PlanT]):
         """See DecoderModel. Raises ModelError for what the model asks of attention and does not get."""
         step = _Step(self, cache, cache.rows(inputs.slots), plan, on_layer, inputs.num_tokens)
         kept = inputs.sampled_rows if inputs.sampled_entries else inputs.sampled_rows.new_zeros(1)
+        self.counts.num_rows, self.counts.num_decode_rows = inputs.token_ids.shape[0], inputs.num_decode_rows
         out = self.model(
             input_ids=inputs.token_ids[None],
             position_ids=inputs.positions[None],

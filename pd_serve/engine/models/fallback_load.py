@@ -20,6 +20,7 @@ from pd_serve.engine.batch import BatchEntry, Phase, SampleSpec
 from pd_serve.engine.families.fallback import FallbackInfo
 from pd_serve.engine.kv_cache import PagedCache, open_kv_cache
 from pd_serve.engine.models.fallback import FallbackModel
+from pd_serve.engine.models.fallback_linear import pack_linears
 from pd_serve.engine.models.settings import BuildSettings
 from pd_serve.engine.step_inputs import build_step_inputs
 from pd_serve.engine.weights import RandomWeights, WeightSource
@@ -54,6 +55,8 @@ def build_fallback(info: FallbackInfo, weights: WeightSource, settings: BuildSet
         raise ModelError(f"{info.architecture} does not attend through transformers' attention interface: not supported")
     expected = _by_itself(model, _trial_tokens(info))
     fallback = FallbackModel(info, model, attention)
+    if settings.device.type == "cpu":
+        pack_linears(model, fallback.counts)
     _check(_over_pool(fallback, settings, _trial_tokens(info)), expected, info.architecture)
     return fallback, attention
 
