@@ -54,7 +54,7 @@ class EngineConfig(Section):
 
 
 class TransportConfig(Section):
-    name: str = Field("ucx", description="Transport: ucx, loopback (one process, tests), faulty (tests)")
+    name: str = Field("ucx", description="Transport: ucx, nixl, loopback (one process, tests), faulty (tests)")
     binding: Literal["auto", "ucxpy", "libucp"] = Field(
         "auto", description="UCX binding: ucx-py, or libucp through ctypes; auto prefers ucx-py"
     )

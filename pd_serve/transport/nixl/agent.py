@@ -27,7 +27,10 @@ HURRY_S = 0.005
 MAX_UNUSED = 64
 """Connections that are kept although no endpoint uses them."""
 _FRAME = struct.Struct("<BHI")
-_CREDIT = struct.Struct("<BIQ")
+_CREDIT = struct.Struct("<BIQQ")
+"""Stream, its data messages that were handled, and the number in the sign of life that this answers (or 0)."""
+_LIFE = struct.Struct("<BIQ")
+"""Stream, and how many data messages went before. Of a connection that owes nothing the channel alone."""
 _CREDIT_CHANNEL = 0x50
 _LIFE_CHANNEL = 0x4F
 
@@ -93,7 +96,7 @@ class NixlWorker:
                 self._handle(name, message)
         for remote in tuple(self._remotes.values()):
             for stream in remote.uncredited:
-                self.send(remote, _CREDIT.pack(_CREDIT_CHANNEL, stream, remote.handled[stream]))
+                self.send(remote, _CREDIT.pack(_CREDIT_CHANNEL, stream, remote.handled[stream], 0))
             remote.uncredited.clear()
         if self._transfers:
             waiting = [transfer for transfer in self._transfers if not self._has_ended(transfer)]
@@ -101,14 +104,21 @@ class NixlWorker:
             self._transfers = waiting
         if now >= self._next_sign_of_life:
             self._next_sign_of_life = now + SIGN_OF_LIFE_S
-            for remote in tuple(self._remotes.values()):
-                self.send(remote, bytes((_LIFE_CHANNEL,)), ring=False)
-                if remote.failure is not None and remote.num_endpoints == 0:
-                    self._disconnect(remote)
+            self._show_life()
         return moved
 
     def arm(self) -> bool:
         return not self._transfers and self._clock.now() >= self._hurry_until
+
+    def _show_life(self) -> None:
+        """A message to every connection: one that has failed shows in the sending, one that loses messages in the answer."""
+        for endpoint in tuple(self._endpoints.values()):
+            if endpoint.num_credited < endpoint.num_data:
+                self.send(endpoint.remote, _LIFE.pack(_LIFE_CHANNEL, endpoint.stream, endpoint.num_data))
+        for remote in tuple(self._remotes.values()):
+            self.send(remote, bytes((_LIFE_CHANNEL,)), ring=False)
+            if remote.failure is not None and remote.num_endpoints == 0:
+                self._disconnect(remote)
 
     def _drain_doorbell(self) -> bool:
         rang = False
@@ -121,11 +131,17 @@ class NixlWorker:
 
     def _handle(self, name: str, message: bytes) -> None:
         """From anyone, and anything."""
+        remote = self._remotes.get(name)
         if len(message) == _CREDIT.size and message[0] == _CREDIT_CHANNEL:
-            _, stream, count = _CREDIT.unpack(message)
+            _, stream, count, asked = _CREDIT.unpack(message)
             endpoint = self._endpoints.get(stream)
-            if endpoint is not None and endpoint.remote.name == name:
-                endpoint.credit(count)
+            if endpoint is not None and endpoint.remote is remote:
+                endpoint.credit(count, asked)
+            return
+        if len(message) == _LIFE.size and message[0] == _LIFE_CHANNEL:
+            _, stream, asked = _LIFE.unpack(message)
+            if remote is not None:
+                self.send(remote, _CREDIT.pack(_CREDIT_CHANNEL, stream, remote.handled.get(stream, 0), asked))
             return
         if len(message) < _FRAME.size:
             return
@@ -135,7 +151,6 @@ class NixlWorker:
             return
         address = ctypes.cast(ctypes.c_char_p(message), ctypes.c_void_p).value or 0
         self._receivers[seam.Channel(channel)](message[_FRAME.size : start], address + start, len(message) - start)
-        remote = self._remotes.get(name)
         if channel == seam.Channel.DATA and remote is not None:
             remote.handled[stream] = remote.handled.get(stream, 0) + 1
             remote.uncredited.add(stream)
@@ -297,7 +312,9 @@ class NixlEndpoint:
         self.remote = remote
         self.stream = stream
         self.num_credited = 0
-        self._num_data = 0
+        self.num_data = 0
+        self._owed = 0
+        """Data messages sent before a sign of life that was answered while some of them were missing."""
         self._transfers: deque[Transfer] = deque()
         self._is_closed = False
 
@@ -305,8 +322,17 @@ class NixlEndpoint:
     def failure(self) -> str | None:
         return "closed" if self._is_closed else self.remote.failure
 
-    def credit(self, count: int) -> None:
-        self.num_credited = max(self.num_credited, min(count, self._num_data))
+    def credit(self, count: int, asked: int) -> None:
+        """Messages arrive in order, so what is missing when a later one is answered, and a second later still, was lost.
+
+        UCX does that where it has paired the two sides' connections wrongly: small messages arrive, large ones do not.
+        """
+        self.num_credited = max(self.num_credited, min(count, self.num_data))
+        if not asked:
+            return
+        if count < self._owed:
+            self.remote.failure = self.remote.failure or f"{self._owed - count} messages were lost"
+        self._owed = asked if count < asked else 0
 
     def unpack_key(self, packed: bytes) -> NixlKey:
         self._worker.load_key(packed)
@@ -336,8 +362,8 @@ class NixlEndpoint:
         payload = ctypes.string_at(address, nbytes) if nbytes else b""
         self._worker.send(self.remote, _FRAME.pack(channel, len(header), self.stream) + header + payload)
         if channel is seam.Channel.DATA:
-            self._num_data += 1
-            return NixlRequest(self, self._num_data)
+            self.num_data += 1
+            return NixlRequest(self, self.num_data)
         return NixlRequest(self)
 
     def close(self) -> None:
