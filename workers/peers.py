@@ -16,10 +16,12 @@ from enum import Enum, auto
 from math import inf
 
 from pd_serve.ids import LinkId, PeerId
+from pd_serve.kv.routes import rank_heads
 from pd_serve.protocol.exchange import differences
 from pd_serve.protocol.link import PeerInfo, PeerState
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
 from workers.events import Action, AddPeer, HardFence, RemovePeer
+from workers.rank_group import RANK_MARK
 
 _HEARTBEATS_OF_A_NEW_ROUTER = 5
 """Intervals of registration after which a router that has just begun to speak has heard of every worker."""
@@ -166,9 +168,23 @@ class PeerTable:
 
     def _incompatibility(self, info: PeerInfo) -> str:
         """Why KV cannot be exchanged, with both values; empty if it can."""
+        if problem := _contradiction(info):
+            return problem
         return "; ".join(f"{what} {theirs}, here {own}" for what, theirs, own in differences(info, self._info))
 
     def _fence_superseded(self, peer: PeerId, wanted: dict[PeerId, PeerInfo]) -> list[Action]:
         """A worker that was started anew while the old process still holds something here: end the old one."""
         is_superseded = peer not in wanted and any(other.worker_id == peer.worker_id for other in wanted)
         return [HardFence(peer)] if is_superseded else []
+
+
+def _contradiction(info: PeerInfo) -> str:
+    """What is wrong in what a worker says of itself: by its heads and ranks, transfers to and from it are planned."""
+    if RANK_MARK in info.peer.worker_id:
+        return f"a worker's id has no {RANK_MARK}"
+    try:
+        num_expected = len(rank_heads(info.num_model_kv_heads, info.num_ranks, 0))
+    except ValueError as error:
+        return str(error)
+    num_held = info.layout.num_kv_heads
+    return "" if num_held == num_expected else f"{num_held} KV heads in each rank's pool, {num_expected} expected"

@@ -24,7 +24,7 @@ class Route(msgspec.Struct, frozen=True, array_like=True):
 
 def rank_heads(total_heads: int, num_ranks: int, rank: int) -> range:
     """The heads of the model that a rank holds. Raises ValueError for a degree that the heads cannot be shared out to."""
-    if total_heads % num_ranks and num_ranks % total_heads:
+    if num_ranks < 1 or (total_heads % num_ranks and num_ranks % total_heads):
         raise ValueError(f"{total_heads} KV heads cannot be shared out to {num_ranks} ranks")
     if num_ranks >= total_heads:
         head = rank * total_heads // num_ranks
@@ -35,6 +35,8 @@ def rank_heads(total_heads: int, num_ranks: int, rank: int) -> range:
 
 def plan_routes(total_heads: int, num_src_ranks: int, num_dst_ranks: int) -> tuple[Route, ...]:
     """By target rank, then source rank. Raises ValueError, as rank_heads."""
+    if num_src_ranks < 1 or num_dst_ranks < 1:
+        raise ValueError(f"no routes from {num_src_ranks} ranks to {num_dst_ranks}")
     held = [rank_heads(total_heads, num_src_ranks, rank) for rank in range(num_src_ranks)]
     routes: list[Route] = []
     for dst_rank in range(num_dst_ranks):

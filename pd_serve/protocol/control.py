@@ -28,7 +28,7 @@ class ControlModel(BaseModel):
 class RegisterWorker(ControlModel):
     """Worker -> router, every heartbeat: also how a restarted router learns of its workers. Idempotent."""
 
-    worker_id: str = Field(min_length=1, max_length=128)
+    worker_id: str = Field(min_length=1, max_length=128, pattern="^[^#]*$", description="without `#`, which stands before a rank's number")
     incarnation: int = Field(ge=0, lt=2**63)
     address: str = Field(description="http(s)://host:port at which the router reaches this worker's front", max_length=256)
     role: Role

@@ -212,7 +212,8 @@ class SkipFirstToken(PrefillMachine):
         if job is not None and len(frame.token_ids) > 8 and job.sequence.num_cached_tokens == 0 and holder is not None:
             job.sequence.num_computed_tokens = job.sequence.num_cached_tokens = 1
             owed = len(frame.token_ids) - max(1, frame.target.num_cached_tokens)
-            job.pushed_nbytes += (len(frame.token_ids) - frame.target.num_cached_tokens - owed) * holder.layout.bytes_per_token
+            skipped = (len(frame.token_ids) - frame.target.num_cached_tokens - owed) * holder.layout.bytes_per_token
+            job.pushed_nbytes = [nbytes + skipped for nbytes in job.pushed_nbytes]
             job.sequence.block_table = list(self._pool.allocate(1)) if self._pool.num_allocatable else []
         return actions
 
@@ -220,13 +221,13 @@ class SkipFirstToken(PrefillMachine):
 class WrongSlots(PrefillMachine):
     """The blocks of a prefix that decode has are left out of the target's indices (F3)."""
 
-    def _plan(self, job: _Job, blocks: tuple[int, ...], start: int, end: int) -> PushPlan | None:
+    def _plans(self, job: _Job, blocks: tuple[int, ...], start: int, end: int) -> list[PushPlan]:
         right = job.target
         shift = right.num_cached_tokens // self._pool.block_size
         job.target = msgspec.structs.replace(right, blocks=right.blocks[shift:] + right.blocks[:shift])
-        plan = super()._plan(job, blocks, start, end)
+        plans = super()._plans(job, blocks, start, end)
         job.target = right
-        return plan
+        return plans
 
 
 class ForgetAbandoned(PrefillMachine):

@@ -115,12 +115,11 @@ class World:
         self.counts: Counter[str] = Counter()
         self._by_attempt: dict[AttemptId, Request] = {}
         self._next_link_id = 1
-        self._min_len = self.scenario.pool_tokens[0]
         self._last_fault_at = 0.0
         self._more = Random(f"{seed} more")
         """For what was added later, so that the rest of a seed's run is as it was."""
-        waits = (NEVER_S, 2.0) if not self.scenario.num_faults else (NEVER_S, 2.0, 0.05, 0.003)
-        self._handover_timeout_s = self._more.choice(waits)
+        self._handover_timeout_s = self._more.choice((NEVER_S, 2.0, 0.05, 0.003) if self.scenario.num_faults else (NEVER_S, 2.0))
+        self._num_ranks = Random(f"{seed} ranks").choice((1, 1, 2))  # of every worker; the routes of a lease write the same bytes
 
     # ---- building
 
@@ -150,7 +149,8 @@ class World:
         scenario, rng = self.scenario, self.rng
         num_blocks = rng.randint(*scenario.pool_tokens) // scenario.block_size
         layout = make_layout(scenario.num_layers, scenario.block_size, num_blocks)
-        info = PeerInfo(PeerId(worker_id, Incarnation(rng.getrandbits(20))), role, 1, "model", layout, "sim", (b"",))
+        peer, ranks = PeerId(worker_id, Incarnation(rng.getrandbits(20))), (b"",) * self._num_ranks
+        info = PeerInfo(peer, role, 1, "model", layout, "sim", ranks, len(ranks) * layout.num_kv_heads)
         max_len = pool_limited_len(layout, 4096)
         machine = MachineSettings(
             info=info,
@@ -187,7 +187,7 @@ class World:
     def _plan_request(self, number: int) -> None:
         rng = self.rng
         base = tuple(Random(rng.randrange(3)).choices(range(1, VOCAB_SIZE), k=24))
-        longest = self._min_len - self.scenario.block_size
+        longest = self.scenario.pool_tokens[0] - self.scenario.block_size
         length = rng.randint(1, longest - 1)
         shared = rng.choice((0, rng.randint(0, length)))
         prompt = (base[:shared] + tuple(rng.choices(range(1, VOCAB_SIZE), k=length)))[:length]

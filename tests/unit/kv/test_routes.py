@@ -37,3 +37,9 @@ def test_equal_degrees_send_rank_to_rank() -> None:
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ValueError, match="3 KV heads cannot be shared out to 2 ranks"):
         plan_routes(3, 1, 2)
+
+
+@pytest.mark.parametrize(("num_src", "num_dst"), [(0, 1), (1, 0), (-1, 1)])
+def test_a_worker_without_ranks_is_refused(num_src: int, num_dst: int) -> None:
+    with pytest.raises(ValueError, match="no routes"):
+        plan_routes(4, num_src, num_dst)
