@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,7 +27,15 @@ from tests.unit.engine.model_folders import write_checkpoint, write_config
 
 CPU = torch.device("cpu")
 QUERY = "model.layers.1.self_attn.q_proj.weight"
+LOST = r"lost the other ranks|is closed"
 T = TypeVar("T")
+
+
+def _place(kind: str, folder: Path) -> str:
+    if kind == "file":
+        return f"file://{folder}/group"
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
 
 
 @contextmanager
@@ -42,9 +51,12 @@ def _group(num_ranks: int, rendezvous: str) -> Iterator[Callable[[Callable[[Coll
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_ranks", [2, 3, 4])
-def test_sums_are_equal_on_all_ranks_and_independent_of_an_elements_place(num_ranks: int, dtype: torch.dtype, tmp_path: Path) -> None:
-    parts = [torch.randn(37, 65, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(num_ranks)]
-    with _group(num_ranks, f"file://{tmp_path}/group") as on_all:
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_sums_are_equal_on_all_ranks_and_independent_of_an_elements_place(
+    kind: str, num_ranks: int, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    parts = [torch.randn(307, 129, generator=torch.Generator().manual_seed(rank)).to(dtype) for rank in range(num_ranks)]
+    with _group(num_ranks, _place(kind, tmp_path)) as on_all:
         whole = on_all(lambda group: group.all_reduce(parts[group.rank].clone()))
         row = on_all(lambda group: group.all_reduce(parts[group.rank][11:12].clone()))
     for rank in range(num_ranks):
@@ -64,25 +76,55 @@ def test_sums_replace_the_tensor_also_under_inference_mode(tmp_path: Path) -> No
         assert on_all(add) == [True] * 3
 
 
-def test_the_smallest_value_of_all_is_agreed_on_over_tcp() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with _group(3, f"tcp://127.0.0.1:{port}") as on_all:
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_the_smallest_value_of_all_is_agreed_on(kind: str, tmp_path: Path) -> None:
+    with _group(3, _place(kind, tmp_path)) as on_all:
         assert on_all(lambda group: group.minimum(10**12 - group.rank)) == [10**12 - 2] * 3
 
 
-def test_a_closed_group_refuses_and_one_rank_needs_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_group_without_one_of_its_ranks_is_of_no_use(kind: str, tmp_path: Path) -> None:
+    place = _place(kind, tmp_path)
     with ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(lambda rank: open_group(rank, 2, f"file://{tmp_path}/group", CPU, 10.0), range(2)))
+        groups = list(pool.map(lambda rank: open_group(rank, 2, place, CPU, 10.0), range(2)))
+    groups[1].close()
     for group in groups:
+        for _ in range(2):
+            with pytest.raises(EngineError, match=LOST):
+                group.all_reduce(torch.ones(2))
         group.close()
-    with pytest.raises(EngineError, match="closed"):
-        groups[0].all_reduce(torch.ones(2))
+
+
+@pytest.mark.parametrize("kind", ["file", "tcp"])
+def test_a_rank_that_came_too_late_finds_a_group_that_is_of_no_use(kind: str, tmp_path: Path) -> None:
+    """What the waiting rank has sent must not be taken for its part of a later sum."""
+    place = _place(kind, tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        groups = list(pool.map(lambda rank: open_group(rank, 2, place, CPU, 0.5), range(2)))
+
+    def sum_twice(group: Collective) -> None:
+        for _ in range(2):
+            group.all_reduce(torch.ones(2))
+
+    for group in groups:
+        with pytest.raises(EngineError, match=LOST):
+            sum_twice(group)
+        group.close()
+
+
+def test_one_rank_needs_no_group() -> None:
     alone = open_group(0, 1, "", CPU, 1.0)
     tensor = torch.ones(2)
     assert isinstance(alone, SingleRank)
     assert alone.all_reduce(tensor) is tensor
     assert alone.minimum(7) == 7
+
+
+def test_no_folder_is_left_where_ranks_have_met(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with _group(3, f"file://{tmp_path}/group"), pytest.raises(EngineError):
+        open_group(1, 2, f"file://{tmp_path}/other", CPU, 0.1)
+    assert {path.name for path in tmp_path.iterdir()} <= {"group", "other"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
