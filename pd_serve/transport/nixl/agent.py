@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import socket
-import struct
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from ipaddress import ip_address
 from typing import Any, NamedTuple
 
 import msgspec
@@ -18,41 +17,17 @@ import numpy as np
 
 from pd_serve.clock import MonotonicClock
 from pd_serve.errors import TransportError
+from pd_serve.transport.nixl.connection import CREDIT, CREDIT_CHANNEL, FRAME, LIFE, LIFE_CHANNEL, AgentAddress, Remote, Transfer
 from pd_serve.transport.ucx import seam
 
 FAILED = -1
 SIGN_OF_LIFE_S = 1.0
 HURRY_S = 0.005
 """The doorbell is not what it announces, and may come first: for that long after it the worker does not let its owner sleep."""
+MAX_RINGS = 64
+"""Datagrams taken at once: anybody can send them."""
 MAX_UNUSED = 64
 """Connections that are kept although no endpoint uses them."""
-_FRAME = struct.Struct("<BHI")
-_CREDIT = struct.Struct("<BIQQ")
-"""Stream, its data messages that were handled, and the number in the sign of life that this answers (or 0)."""
-_LIFE = struct.Struct("<BIQ")
-"""Stream, and how many data messages went before. Of a connection that owes nothing the channel alone."""
-_CREDIT_CHANNEL = 0x50
-_LIFE_CHANNEL = 0x4F
-
-
-class AgentAddress(msgspec.Struct, frozen=True, array_like=True):
-    name: str
-    doorbell: tuple[str, int]
-    metadata: bytes
-    """Connection information of NIXL; no key of any memory."""
-
-
-@dataclass(slots=True, eq=False)
-class Remote:
-    """A connection to another agent, shared by all endpoints that lead to it."""
-
-    name: str
-    doorbell: tuple[str, int]
-    num_endpoints: int = 0
-    failure: str | None = None
-    handled: dict[int, int] = field(default_factory=dict)
-    """{stream of the other side: its data messages that were handled here}."""
-    uncredited: set[int] = field(default_factory=set)
 
 
 class NixlWorker:
@@ -63,8 +38,7 @@ class NixlWorker:
         self.backend = backend
         self._name = name
         self._clock = MonotonicClock()
-        self._host = host
-        self._doorbell = _bound_datagram_socket(host)
+        self._doorbell, self._doorbell_address = _open_doorbell(host)
         self.efd: int = self._doorbell.fileno()
         self._receivers: dict[seam.Channel, seam.Receiver] = {}
         self._remotes: dict[str, Remote] = {}
@@ -76,8 +50,7 @@ class NixlWorker:
 
     def address(self) -> bytes:
         metadata = self.agent.getLocalPartialMD(self.api.nixlRegDList(self.api.DRAM_SEG), True, [self.backend])
-        port: int = self._doorbell.getsockname()[1]
-        return msgspec.msgpack.encode(AgentAddress(self._name, (self._host, port), bytes(metadata)))
+        return msgspec.msgpack.encode(AgentAddress(self._name, self._doorbell_address, bytes(metadata)))
 
     def set_receiver(self, channel: seam.Channel, receiver: seam.Receiver) -> None:
         self._receivers[channel] = receiver
@@ -96,7 +69,7 @@ class NixlWorker:
                 self._handle(name, message)
         for remote in tuple(self._remotes.values()):
             for stream in remote.uncredited:
-                self.send(remote, _CREDIT.pack(_CREDIT_CHANNEL, stream, remote.handled[stream], 0))
+                self.send(remote, CREDIT.pack(CREDIT_CHANNEL, stream, remote.handled[stream], 0))
             remote.uncredited.clear()
         if self._transfers:
             waiting = [transfer for transfer in self._transfers if not self._has_ended(transfer)]
@@ -114,43 +87,44 @@ class NixlWorker:
         """A message to every connection: one that has failed shows in the sending, one that loses messages in the answer."""
         for endpoint in tuple(self._endpoints.values()):
             if endpoint.num_credited < endpoint.num_data:
-                self.send(endpoint.remote, _LIFE.pack(_LIFE_CHANNEL, endpoint.stream, endpoint.num_data))
+                self.send(endpoint.remote, LIFE.pack(LIFE_CHANNEL, endpoint.stream, endpoint.num_data))
         for remote in tuple(self._remotes.values()):
-            self.send(remote, bytes((_LIFE_CHANNEL,)), ring=False)
+            self.send(remote, bytes((LIFE_CHANNEL,)), ring=False)
             if remote.failure is not None and remote.num_endpoints == 0:
                 self._disconnect(remote)
 
     def _drain_doorbell(self) -> bool:
         rang = False
-        while True:
+        for _ in range(MAX_RINGS):
             try:
                 self._doorbell.recv(1)
             except BlockingIOError:
-                return rang
+                break
             rang = True
+        return rang
 
     def _handle(self, name: str, message: bytes) -> None:
         """From anyone, and anything."""
         remote = self._remotes.get(name)
-        if len(message) == _CREDIT.size and message[0] == _CREDIT_CHANNEL:
-            _, stream, count, asked = _CREDIT.unpack(message)
+        if len(message) == CREDIT.size and message[0] == CREDIT_CHANNEL:
+            _, stream, count, asked = CREDIT.unpack(message)
             endpoint = self._endpoints.get(stream)
             if endpoint is not None and endpoint.remote is remote:
                 endpoint.credit(count, asked)
             return
-        if len(message) == _LIFE.size and message[0] == _LIFE_CHANNEL:
-            _, stream, asked = _LIFE.unpack(message)
+        if len(message) == LIFE.size and message[0] == LIFE_CHANNEL:
+            _, stream, asked = LIFE.unpack(message)
             if remote is not None:
-                self.send(remote, _CREDIT.pack(_CREDIT_CHANNEL, stream, remote.handled.get(stream, 0), asked))
+                self.send(remote, CREDIT.pack(CREDIT_CHANNEL, stream, remote.handled.get(stream, 0), asked))
             return
-        if len(message) < _FRAME.size:
+        if len(message) < FRAME.size:
             return
-        channel, header_nbytes, stream = _FRAME.unpack_from(message)
-        start = _FRAME.size + header_nbytes
+        channel, header_nbytes, stream = FRAME.unpack_from(message)
+        start = FRAME.size + header_nbytes
         if start > len(message) or channel not in self._receivers:
             return
         address = ctypes.cast(ctypes.c_char_p(message), ctypes.c_void_p).value or 0
-        self._receivers[seam.Channel(channel)](message[_FRAME.size : start], address + start, len(message) - start)
+        self._receivers[seam.Channel(channel)](message[FRAME.size : start], address + start, len(message) - start)
         if channel == seam.Channel.DATA and remote is not None:
             remote.handled[stream] = remote.handled.get(stream, 0) + 1
             remote.uncredited.add(stream)
@@ -271,13 +245,6 @@ class NixlWorker:
             return  # still in progress on a connection that has failed: NIXL keeps it
 
 
-@dataclass(slots=True, eq=False)
-class Transfer:
-    remote: Remote
-    handle: int
-    is_done: bool = False
-
-
 class NixlRequest:
     """Done when its endpoint has been credited that far, or the transfers are done."""
 
@@ -360,7 +327,7 @@ class NixlEndpoint:
 
     def send(self, channel: seam.Channel, header: bytes, address: int = 0, nbytes: int = 0) -> NixlRequest:
         payload = ctypes.string_at(address, nbytes) if nbytes else b""
-        self._worker.send(self.remote, _FRAME.pack(channel, len(header), self.stream) + header + payload)
+        self._worker.send(self.remote, FRAME.pack(channel, len(header), self.stream) + header + payload)
         if channel is seam.Channel.DATA:
             self.num_data += 1
             return NixlRequest(self, self.num_data)
@@ -376,16 +343,30 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _bound_datagram_socket(host: str) -> socket.socket:
-    """Non-blocking, at any free port. Raises TransportError when the address is none of this machine's."""
+def _open_doorbell(host: str) -> tuple[socket.socket, tuple[str, int]]:
+    """A socket that does not block, and where others reach it. Raises TransportError when `host` is no name or address."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM)[0]
-        bound = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
+        doorbell = socket.socket(family, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
     except OSError as error:
         raise TransportError(f"NIXL: no address {host}: {error}") from error
+    reached_at = str(address[0])
     try:
-        bound.bind(address)
-    except OSError as error:
-        bound.close()
-        raise TransportError(f"NIXL: binding to {host}: {error}") from error
-    return bound
+        doorbell.bind(address)
+    except OSError:
+        # An address that others reach this machine by, but not one of its own.
+        doorbell.bind(("::" if family is socket.AF_INET6 else "0.0.0.0", 0))
+    if ip_address(reached_at).is_unspecified:
+        reached_at = _outward_address(family)
+    return doorbell, (reached_at, doorbell.getsockname()[1])
+
+
+def _outward_address(family: socket.AddressFamily) -> str:
+    """The address of this machine towards others; of the loopback interface where there is no way out. Sends nothing."""
+    documentation, loopback = ("2001:db8::1", "::1") if family is socket.AF_INET6 else ("192.0.2.1", "127.0.0.1")
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((documentation, 9))
+        except OSError:
+            return loopback
+        return str(probe.getsockname()[0])

@@ -17,7 +17,7 @@ from pd_serve.transport.nixl.binding import NixlBinding
 from pd_serve.transport.ucx.lanes import Lane
 from pd_serve.transport.ucx.transport import UcxTransport
 
-IDLE_LOOK_S = 0.02
+IDLE_LOOK_S = 0.05
 """How long a message can lie unseen whose doorbell was lost on the way."""
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import select
+import socket
 import time
 from collections.abc import Callable, Iterator
+from ipaddress import ip_address
 
 import pytest
 
 from pd_serve.errors import TransportError, TransportUnavailableError
-from pd_serve.transport.nixl.agent import NixlEndpoint, NixlWorker
+from pd_serve.transport.nixl.agent import NixlEndpoint, NixlWorker, _open_doorbell
 from pd_serve.transport.nixl.binding import NixlBinding, engine_options
 from pd_serve.transport.ucx import seam
 from pd_serve.transport.ucx.lanes import Lane, lane_options
@@ -113,6 +116,26 @@ def test_what_is_no_address_is_an_error(workers: tuple[NixlWorker, NixlWorker]) 
     for address in (b"", b"\xff" * 50, workers[1].address()[:-40]):
         with pytest.raises(TransportError):
             workers[0].connect(address)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "localhost", "::1", "::"])
+def test_a_doorbell_can_be_rung_at_the_address_that_is_told(host: str) -> None:
+    if ":" in host and not socket.has_ipv6:
+        pytest.skip("no IPv6")
+    doorbell, address = _open_doorbell(host)
+    with doorbell, socket.socket(doorbell.family, socket.SOCK_DGRAM) as ringer:
+        assert not ip_address(address[0]).is_unspecified
+        ringer.sendto(b"", address)
+        assert select.select([doorbell], [], [], 2.0)[0]
+
+
+def test_an_address_of_another_machine_is_told_as_it_is() -> None:
+    """Of a worker behind one that passes on what arrives there."""
+    doorbell, address = _open_doorbell("192.0.2.7")
+    with doorbell:
+        assert address == ("192.0.2.7", doorbell.getsockname()[1])
+    with pytest.raises(TransportError, match="no address"):
+        _open_doorbell("no such name")
 
 
 def test_options_of_a_lane_never_let_messages_into_shared_memory() -> None:
