@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _SUFFIX = "ForCausalLM"
 _LENGTH_DEPENDENT_ROPES = frozenset({"dynamic", "longrope", "su"})
 
+_LONGEST_REASON = 200
 _ALIBI = frozenset({"bloom", "mpt"})
 """Models whose configs do not say that they have it."""
 
@@ -76,12 +77,13 @@ def describe(config: ConfigJson, architecture: str) -> ModelInfo:
 
 def _normalized(folder: Path) -> PreTrainedConfig:
     """The config with every default filled in, and with the names that most models share."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelError(f"{folder}: transformers cannot read the config: {_first_line(error)}") from error
+    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+        raise ModelError(f"{folder}: transformers cannot read the config: {one_line(error)}") from error
     for name in set(config.attribute_map) & _SHARED_NAMES:
         # Kept under the model's own name only; to_dict() shows what is set.
         config.__dict__[name] = getattr(config, name)
@@ -93,8 +95,9 @@ _SHARED_NAMES = frozenset(
 )
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0]
+def one_line(error: Exception) -> str:
+    """Of what transformers says, which may be a page."""
+    return " ".join(str(error).split())[:_LONGEST_REASON]
 
 
 def _refuse_unsupported(config: ConfigJson, architecture: str) -> None:

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from pd_serve.engine.attention.base import FULL, AttentionBackend, AttentionGeometry
 from pd_serve.engine.attention.registry import attention_for
 from pd_serve.engine.batch import BatchEntry, Phase, SampleSpec
-from pd_serve.engine.families.fallback import FallbackInfo
+from pd_serve.engine.families.fallback import FallbackInfo, one_line
 from pd_serve.engine.kv_cache import PagedCache, open_kv_cache
 from pd_serve.engine.models.fallback import FallbackModel
 from pd_serve.engine.models.fallback_linear import pack_linears
@@ -74,8 +74,7 @@ def _load(info: FallbackInfo, weights: WeightSource, settings: BuildSettings) ->
         else:
             model = _from_folder(info.folder, settings)
     except (ValueError, KeyError, RuntimeError, OSError, ImportError) as error:
-        reason = str(error).strip().split("\n", 1)[0]
-        raise ModelError(f"{info.folder}: transformers cannot load {info.architecture}: {reason}") from error
+        raise ModelError(f"{info.folder}: transformers cannot load {info.architecture}: {one_line(error)}") from error
     model.train(False)
     model.to(settings.device)  # type: ignore[arg-type]
     return model
