@@ -28,9 +28,13 @@ PROMPTS = (tuple(range(3, 40)), tuple(range(90, 60, -1)), (5,), tuple(range(7, 9
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RankProcesses]:
+    # The first rank is this process; with more threads than cores every sum would wait for threads that spin.
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     started = RankProcesses(3, tmp_path_factory.mktemp("ranks"))
     yield started
     started.close()
+    torch.set_num_threads(num_threads)
 
 
 @pytest.fixture(scope="module")
