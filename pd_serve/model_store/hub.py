@@ -49,3 +49,10 @@ def download(model_id: str, cache_dir: str, progress: Progress) -> Path:
 
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def config_errors() -> type[Exception]:
+    """What transformers raises, through this library, for a config whose fields are of wrong types."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    return StrictDataclassError

@@ -13,6 +13,7 @@ from pd_serve.engine.config_json import ConfigJson
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.rope import RopeParams
 from pd_serve.errors import ModelError
+from pd_serve.model_store.hub import config_errors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -77,12 +78,11 @@ def describe(config: ConfigJson, architecture: str) -> ModelInfo:
 
 def _normalized(folder: Path) -> PreTrainedConfig:
     """The config with every default filled in, and with the names that most models share."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, KeyError, TypeError, OSError, StrictDataclassError) as error:
+    except (ValueError, KeyError, TypeError, OSError, config_errors()) as error:
         raise ModelError(f"{folder}: transformers cannot read the config: {one_line(error)}") from error
     for name in set(config.attribute_map) & _SHARED_NAMES:
         # Kept under the model's own name only; to_dict() shows what is set.
