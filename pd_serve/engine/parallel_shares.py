@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from pd_serve.engine.families import deepseek, llama, moe, phi3
+from pd_serve.engine.families import deepseek, gemma3, llama, moe, phi3
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.kv.routes import rank_heads
 
-_SHARED_OUT = frozenset((*llama.ARCHITECTURES, *moe.ARCHITECTURES, *deepseek.ARCHITECTURES, *phi3.ARCHITECTURES))
+_SHARED_OUT = frozenset((*llama.ARCHITECTURES, *moe.ARCHITECTURES, *deepseek.ARCHITECTURES, *gemma3.ARCHITECTURES, *phi3.ARCHITECTURES))
 """Architectures whose module computes a rank's share; the others take one rank."""
 
 

@@ -87,4 +87,4 @@ def _build_gemma3(info: Gemma3Info, weights: WeightSource, settings: BuildSettin
         RotaryTable(info.rope, info.head_dim, settings.max_len, settings.dtype, settings.device),
         RotaryTable(info.local_rope, info.head_dim, settings.max_len, settings.dtype, settings.device),
     )
-    return Gemma3Model(info, weights, rotaries, attention), attention
+    return Gemma3Model(info, weights, rotaries, attention, settings.group), attention

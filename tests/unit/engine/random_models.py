@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "two-kv-heads": {**SIZES, "architectures": ["Qwen3ForCausalLM"], "num_key_value_heads": 2},
     "one-kv-head": {**SIZES, "num_key_value_heads": 1},
     "nine-heads": {**SIZES, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 72, "intermediate_size": 96},
+    "gemma3": {**SIZES, "architectures": ["Gemma3ForCausalLM"], "head_dim": 16, "sliding_window": 20, "sliding_window_pattern": 2},
     "phi3": {**SIZES, "architectures": ["Phi3ForCausalLM"]},
     "mixtral": {**EXPERTS, "architectures": ["MixtralForCausalLM"], "num_local_experts": 5},
     "qwen3-moe": {**EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "norm_topk_prob": True, "head_dim": 16},
