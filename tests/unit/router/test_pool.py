@@ -102,16 +102,18 @@ async def test_same_worker_at_two_addresses_is_linked_once() -> None:
 
 async def test_incompatible_worker_is_refused_with_both_values(tmp_path: Path) -> None:
     good = mock_worker("a")
-    odd = MockWorker(welcome(peer_info(mock_worker("b").info.info.peer, layout=kv_layout(num_layers=3))))
+    odd = MockWorker(welcome(peer_info(mock_worker("b").info.info.peer, role=Role.PREFILL, layout=kv_layout(num_layers=3))))
     async with cluster(tmp_path, good) as c, running(odd) as address:
         async with ControlClient(c.url) as control:
             assert not (await control.register(registration(odd, address))).linked
             await until(c.services.pool.refusals, "refused")
-            assert "num_layers=3" in c.services.pool.refusals()[0]
-            assert "num_layers=2" in c.services.pool.refusals()[0]
+            assert "3 layers" in c.services.pool.refusals()[0]
+            assert "2 layers" in c.services.pool.refusals()[0]
             status = await control.router_status()
         assert [worker.id for worker in status.workers] == ["a"]
         assert status.workers[0].blocks.total == 256
+        refused = [pair for pair in status.pairs if not pair.compatible]
+        assert [(pair.joined, "3 layers" in pair.reason) for pair in refused] == [(False, True)]
         await c.services.pool.close()
 
 
