@@ -72,7 +72,7 @@ def plan_engine(path: Path, config: Config, group: Collective | None = None) -> 
         raise ConfigError(f"model.max_len {config.model.max_len} is beyond the model's {info.max_len} tokens")
     check_degree(info, group.num_ranks)
     device = choose_device(config.engine.device)
-    if config.kv.dtype == "fp8_e4m3" and reads_in_place(device):
+    if config.kv.dtype == "fp8_e4m3" and reads_in_place(info.kv_shape.num_planes, device):
         raise ConfigError(
             f"kv.dtype fp8_e4m3 is not supported on {device.type}: its attention reads the KV pool in place (set kv.dtype auto)"
         )

@@ -26,6 +26,6 @@ def attention_for(geometry: AttentionGeometry, dtype: torch.dtype, device: torch
     return CpuAttention(geometry, dtype)
 
 
-def reads_in_place(device: torch.device) -> bool:
-    """Whether attention on this device reads pages as they lie in the pool, so that these must be of the engine's type."""
-    return device.type == "cuda"
+def reads_in_place(num_planes: int, device: torch.device) -> bool:
+    """Whether attention reads pages as they lie in the pool, so that these must be of the engine's type. Latents are gathered."""
+    return device.type == "cuda" and num_planes == 2

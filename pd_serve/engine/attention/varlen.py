@@ -49,8 +49,7 @@ class VarlenAttention:
         """Raises ModelError where the model needs what the kernel does not compute."""
         if geometry.softcap:
             raise ModelError("attention on CUDA does not honour logit softcaps (engine.device = cpu does)")
-        if geometry.has_sinks:
-            raise ModelError("attention on CUDA does not honour attention sinks (engine.device = cpu does)")
+        _refuse_sinks(is_there=geometry.has_sinks)
         self._geometry = geometry
         self._device = device
         self._kernel = kernel
@@ -60,6 +59,7 @@ class VarlenAttention:
         return VarlenPlan(tuple(self._plan_call(members) for members in phases if members))
 
     def attend(self, queries: Tensor, layer: KVLayer, plan: VarlenPlan, rule: LayerRule = EVERYTHING) -> Tensor:
+        _refuse_sinks(is_there=rule.sinks is not None)
         keys, values = layer.slab.unbind(1)
         parts = [
             self._kernel(
@@ -99,3 +99,8 @@ class VarlenAttention:
             max_queries=max(span.num_queries for span in spans),
             max_context=int(context_lens.max()),
         )
+
+
+def _refuse_sinks(*, is_there: bool) -> None:
+    if is_there:
+        raise ModelError("attention on CUDA does not honour attention sinks (engine.device = cpu does)")

@@ -78,3 +78,10 @@ def test_a_window_counts_the_querys_own_key() -> None:
 def test_what_the_kernel_does_not_compute_is_refused_by_name(changes: dict[str, float], name: str) -> None:
     with pytest.raises(ModelError, match=name):
         VarlenAttention(replace(GEOMETRY, **changes), torch.device("cpu"), varlen_attn)
+
+
+def test_sinks_that_a_layer_brings_are_refused_as_well() -> None:
+    spans = scattered_spans(SHAPES, 16, 40)
+    backend = VarlenAttention(GEOMETRY, torch.device("cpu"), _definition)
+    with pytest.raises(ModelError, match="sinks"):
+        backend.attend(torch.zeros(27, 4, 8), layer_of(torch.zeros(40, 2, 16, 2, 8)), backend.plan(spans), LayerRule(sinks=torch.zeros(4)))
