@@ -152,32 +152,38 @@ def _complete(cluster: Cluster, prompt: list[int], max_tokens: int) -> str:
     return text
 
 
+def _kill_under_load(cluster: Cluster, role: str, prompts: list[list[int]], expected: list[str]) -> None:
+    """Kill the second rank of the role's worker while all prompts are being answered; back to a whole cluster."""
+    victim = cluster.worker(role)
+    answers = [""] * len(prompts)
+
+    def ask(index: int) -> None:
+        answers[index] = _complete(cluster, prompts[index], 150)
+
+    clients = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+    for client in clients:
+        client.start()
+    wait_until(lambda: cluster.worker("decode")["running"] > 0, 20.0, "requests run")
+    os.kill(victim["rank_pids"][1], signal.SIGKILL)
+    for client in clients:
+        client.join()
+    assert answers == expected
+
+    def is_back() -> bool:
+        workers = [worker for worker in cluster.workers() if worker["role"] == role]
+        return bool(workers) and workers[0]["ready"] and not set(workers[0]["rank_pids"]) & set(victim["rank_pids"])
+
+    wait_until(is_back, 60.0, "the worker has been started again")
+    wait_until(lambda: all(peer["joined"] for peer in cluster.worker("prefill")["peers"]), 20.0, "it has joined")
+
+
 def test_the_death_of_a_rank_restarts_its_worker_and_loses_no_request(tmp_path: Path) -> None:
     model = write_config(tmp_path / "model", **SHAPE)
-    settings = {"model.load_format": "random", "model.name": "tiny", "kv.num_blocks": "128", "engine.threads": "1", "decode.tp": "2"}
+    settings = {"model.load_format": "random", "model.name": "tiny", "kv.num_blocks": "128", "engine.threads": "1", "tp": "2"}
     with running(tmp_path / "logs", model=str(model), settings=settings, restart=True) as cluster:
-        victim = cluster.worker("decode")
-        assert len(victim["rank_pids"]) == 2
+        assert [len(worker["rank_pids"]) for worker in cluster.workers()] == [2, 2]
         prompts = [[(i * 7 + salt) % 250 + 5 for i in range(30 + salt)] for salt in range(4)]
         expected = [_complete(cluster, prompt, 150) for prompt in prompts]
-        answers: list[str] = [""] * len(prompts)
-
-        def ask(index: int) -> None:
-            answers[index] = _complete(cluster, prompts[index], 150)
-
-        clients = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
-        for client in clients:
-            client.start()
-        wait_until(lambda: cluster.worker("decode")["running"] > 0, 20.0, "requests run")
-        os.kill(victim["rank_pids"][1], signal.SIGKILL)
-        for client in clients:
-            client.join()
-        assert answers == expected
-
-        def is_back() -> bool:
-            workers = [worker for worker in cluster.workers() if worker["role"] == "decode"]
-            return bool(workers) and workers[0]["ready"] and not set(workers[0]["rank_pids"]) & set(victim["rank_pids"])
-
-        wait_until(is_back, 60.0, "the worker has been started again")
-        wait_until(lambda: all(peer["joined"] for peer in cluster.worker("prefill")["peers"]), 20.0, "it has joined")
+        _kill_under_load(cluster, "decode", prompts, expected)
+        _kill_under_load(cluster, "prefill", prompts, expected)
         assert _complete(cluster, prompts[0], 150) == expected[0]
