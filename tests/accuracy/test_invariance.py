@@ -19,6 +19,7 @@ from pd_serve.engine.attention import cpu
 from pd_serve.engine.attention.base import QuerySpan
 from pd_serve.engine.attention.gather import Gather
 from pd_serve.engine.batch import BatchEntry, Phase, SampleSpec
+from pd_serve.engine.kv_cache import KVLayer
 from pd_serve.engine.runner import ModelRunner
 from pd_serve.engine.step_inputs import build_step_inputs
 from pd_serve.ids import AttemptId
@@ -146,8 +147,8 @@ def test_routing_by_query_count_is_caught(shape_sensitive_runner: ModelRunner[An
 
 
 def test_garbage_that_is_not_blanked_is_caught(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def run_without_blanking(self: Gather, half_blocks: Tensor) -> None:
-        torch.index_select(half_blocks, 0, self.sources, out=self.target)
+    def run_without_blanking(self: Gather, layer: KVLayer) -> None:
+        layer.gather(self.sources, self.target)
 
     monkeypatch.setattr(Gather, "run", run_without_blanking)
     runner = make_runner(folder, "float32", load_format="random")

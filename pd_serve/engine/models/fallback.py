@@ -22,7 +22,7 @@ from pd_serve.engine.models.llama import LayerHook
 from pd_serve.engine.step_inputs import StepInputs
 from pd_serve.errors import ModelError
 
-ATTENTION_NAME = "pd_serve_paged"
+ATTENTION_NAME = "pd-serve-paged"
 _HONOURED_ELSEWHERE = frozenset({"position_ids", "position_embeddings", "cache_position", "use_cache", "output_attentions", "dropout"})
 """Arguments of attention that say nothing which queries, keys and plan do not say."""
 
