@@ -21,7 +21,7 @@ import numpy as np
 
 from pd_serve.ids import Epoch, Incarnation, LeaseId, PeerId, WorkerId
 from pd_serve.transport.base import Flushed, TransportEvent, TransportSettings, WriteBatch, WriteWindow
-from pd_serve.transport.ucx import libucp
+from pd_serve.transport.ucx import joining, libucp
 from pd_serve.transport.ucx.lanes import Lane
 from pd_serve.transport.ucx.transport import UcxTransport
 
@@ -85,9 +85,17 @@ class Agent:
     # ---- commands
 
     def do_open(
-        self, peer: list[object], secret: str, lanes: str, nbytes: int, host: str = "127.0.0.1/here", join_timeout_s: float = 5.0
+        self,
+        peer: list[object],
+        secret: str,
+        lanes: str,
+        nbytes: int,
+        host: str = "127.0.0.1/here",
+        join_timeout_s: float = 5.0,
+        settle_s: float = 2.2,
     ) -> Json:
-        """`host`: address/host id."""
+        """`host`: address/host id. `settle_s`: how long a second join with a process has to live."""
+        joining.SETTLE_S = settle_s
         host, _, host_id = host.partition("/")
         settings = TransportSettings(
             peer_of(peer), secret.encode(), host, host_id, lanes, join_timeout_s=join_timeout_s, probe_nbytes=1 << 16

@@ -31,7 +31,7 @@ def test_an_idle_joined_transport_uses_under_two_percent_of_a_core(cluster: Clus
 
 def resources_while_joining(cluster: Cluster, num_cycles: int, every: int) -> list[list[dict[str, int]]]:
     """[sample][process]: what two processes hold after each `every` cycles of join, end, and the other side told."""
-    first, second = cluster.start("first"), cluster.start("second")
+    first, second = cluster.start("first", settle_s=0.0), cluster.start("second", settle_s=0.0)
     samples = []
     for cycle in range(1, num_cycles + 1):
         cluster.join(first, second)
