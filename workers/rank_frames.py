@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -80,36 +80,8 @@ FollowerFrame = (
     | StepFailed
     | Fatal
 )
-LEADER_TYPES: tuple[type[LeaderFrame], ...] = (
-    RunStep,
-    AddPeer,
-    RemovePeer,
-    OpenWindow,
-    CloseWindow,
-    PushNow,
-    StopPush,
-    FlushThenNotify,
-    SendNotice,
-    HardFence,
-    Stop,
-)
-FOLLOWER_TYPES: tuple[type[FollowerFrame], ...] = (
-    FollowerReady,
-    Alive,
-    PeerJoined,
-    PeerRefused,
-    PeerLost,
-    PeerFenced,
-    PeerRemoved,
-    NoticeArrived,
-    FlushDone,
-    WindowOpened,
-    WindowClosed,
-    SamplesObserved,
-    StepDone,
-    StepFailed,
-    Fatal,
-)
+LEADER_TYPES: tuple[type, ...] = get_args(LeaderFrame)
+FOLLOWER_TYPES: tuple[type, ...] = get_args(FollowerFrame)
 
 
 class FrameCodec:

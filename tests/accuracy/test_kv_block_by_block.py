@@ -103,9 +103,14 @@ class Rank:
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Rank, Rank]]:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    yield from joined_ranks(tmp_path, CONFIG, request.param)
+
+
+def joined_ranks(folder: Path, config: dict[str, Any], dtype: str) -> Iterator[tuple[Rank, Rank]]:
+    """A prefill and a decode rank that have joined, of the model that `config` describes."""
+    (folder / "config.json").write_text(json.dumps(config))
     try:
-        prefill, decode = Rank("prefill", tmp_path, request.param, 40), Rank("decode", tmp_path, request.param, 64)
+        prefill, decode = Rank("prefill", folder, dtype, 40), Rank("decode", folder, dtype, 64)
     except TransportUnavailableError as error:
         pytest.skip(f"no UCX: {error}")
     for rank, other in ((prefill, decode), (decode, prefill)):

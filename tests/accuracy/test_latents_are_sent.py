@@ -12,11 +12,8 @@ import torch
 from pd_serve.config import Config, KVConfig, ModelConfig
 from pd_serve.engine.batch import Batch
 from pd_serve.engine.loader import plan_engine
-from pd_serve.errors import TransportUnavailableError
-from pd_serve.transport.base import PeerJoined
-from tests.accuracy.test_kv_block_by_block import LENGTHS, Rank, different_blocks, entry, push_in_chunks, scrambled_prompts
+from tests.accuracy.test_kv_block_by_block import LENGTHS, Rank, different_blocks, entry, joined_ranks, push_in_chunks, scrambled_prompts
 from tests.accuracy.test_sparse_invariance import DEEPSEEK
-from workers.events import AddPeer, TransportReported
 
 CONFIG = {**DEEPSEEK, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "vocab_size": 256}
 NUM_LAYERS = 3
@@ -33,18 +30,7 @@ def test_a_token_takes_its_latents_bytes(dtype: str, nbytes: int, tmp_path: Path
 
 @pytest.fixture(params=["float32", "bfloat16"])
 def ranks(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Rank, Rank]]:
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    try:
-        prefill, decode = Rank("prefill", tmp_path, request.param, 40), Rank("decode", tmp_path, request.param, 64)
-    except TransportUnavailableError as error:
-        pytest.skip(f"no UCX: {error}")
-    for rank, other in ((prefill, decode), (decode, prefill)):
-        rank.thread.submit(AddPeer(other.peer, (other.ready.metadata,)))
-    for rank in (prefill, decode):
-        assert isinstance(rank.expect(TransportReported).event, PeerJoined)
-    yield prefill, decode
-    for rank in (prefill, decode):
-        assert rank.thread.stop(5.0)
+    yield from joined_ranks(tmp_path, CONFIG, request.param)
 
 
 def test_latents_arrive_as_they_were_computed(ranks: tuple[Rank, Rank]) -> None:

@@ -160,10 +160,7 @@ class DecodeMachine:
             return _stale()
         if lease.state is not LeaseState.GRANTED:
             return [] if self._quarantine.on_notice(peer, notice) else _stale()
-        if notice.contributor == ALL_CONTRIBUTORS:
-            self._leases.process_let_go(lease.lease_id, peer)
-        else:
-            self._leases.let_go(lease.lease_id, notice.contributor)
+        self._quarantine.take_leave(lease, peer, notice)
         return self._fail(self._attempts[lease.attempt_id], FailureReason.TRANSFER, f"{peer} stopped before all KV was written", now)
 
     def on_updates(self, updates: Iterable[SequenceUpdate], started_at: float) -> list[Action]:

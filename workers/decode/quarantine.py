@@ -47,13 +47,17 @@ class Quarantine:
         assert lease.state is not LeaseState.GRANTED
         if not may_report(lease, peer, notice.contributor):
             return False
+        self.take_leave(lease, peer, notice)
+        if not lease.writing:
+            self._release(lease.lease_id)
+        return True
+
+    def take_leave(self, lease: HeldLease, peer: PeerId, notice: Completed | Quiesced) -> None:
+        """The contributor that a record of a live lease speaks of, or the whole writer, can write no more."""
         if notice.contributor == ALL_CONTRIBUTORS:
             self._leases.process_let_go(lease.lease_id, peer)
         else:
             self._leases.let_go(lease.lease_id, notice.contributor)
-        if not lease.writing:
-            self._release(lease.lease_id)
-        return True
 
     def on_peer_lost(self, peer: PeerId, fenced: bool) -> None:
         """Precondition: granted leases under which the peer may still write have been abandoned."""

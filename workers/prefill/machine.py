@@ -287,12 +287,13 @@ class PrefillMachine:
             return []
         layout = self._settings.layout
         is_equal = layout.is_same_as(job.layout)
+        ranges = plan_ranges(layout, blocks, job.target.blocks, start, end) if is_equal else _NO_RANGES
         plans: list[PushPlan] = []
         for index, route in enumerate(job.routes):
             plan = PushPlan(
                 attempt_id=job.attempt_id,
                 lease=job.target.lease,
-                ranges=plan_ranges(layout, blocks, job.target.blocks, start, end) if is_equal else _NO_RANGES,
+                ranges=ranges,
                 local_layer_stride=layout.layer_nbytes,
                 remote_layer_stride=job.layout.layer_nbytes,
                 num_layers=layout.num_layers,
