@@ -42,8 +42,11 @@ class Process:
 
     def send(self, op: str, **arguments: Any) -> None:
         assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
-        self._child.stdin.flush()
+        try:
+            self._child.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
 
     def receive(self, timeout_s: float = 20.0) -> Any:
         assert self._child.stdout is not None
@@ -54,10 +57,13 @@ class Process:
                 raise TimeoutError(f"agent {self.peer} (pid {self.pid}) did not answer in {timeout_s} s")
             data = os.read(self._child.stdout.fileno(), 1 << 20)
             if not data:
-                raise EOFError(f"agent {self.peer} died: {self._child.wait()}")
+                raise self._died()
             self._pending += data
         line, _, self._pending = self._pending.partition(b"\n")
         return json.loads(line)["answer"]
+
+    def _died(self) -> EOFError:
+        return EOFError(f"agent {self.peer} died: {self._child.wait()}")
 
     def call(self, op: str, timeout_s: float = 20.0, **arguments: Any) -> Any:
         self.send(op, **arguments)
