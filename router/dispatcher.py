@@ -118,14 +118,17 @@ class Dispatcher:
         wake: Callable[[], None],
         wakes_on_token: bool = True,
         takes_what_fits: bool = False,
+        received_at: float = 0.0,
     ) -> tuple[Generation, ...]:
         """Begin one choice per sampling of one prompt. `wakes_on_token` False: wake is called at the end only.
-        `takes_what_fits`: max_tokens may be lowered to what the workers turn out to take.
+        `takes_what_fits`: max_tokens may be lowered to what the workers turn out to take. `received_at`: for the timeline.
 
         Raises OverloadedError when it would have to wait and the queue is full.
         """
         self._metrics.record("pd_serve_prompt_tokens_total", len(token_ids))
         generations = tuple(self._new(token_ids, sampling, wake, wakes_on_token, takes_what_fits) for sampling in samplings)
+        for generation in generations:
+            self.timeline.arrived(generation.key, len(token_ids), generation.submitted_at, received_at)
         first, rest = generations[0], generations[1:]
         starting = generations
         if rest and self._settings.share_prefix:
@@ -184,8 +187,11 @@ class Dispatcher:
         if generation is None:
             return
         if isinstance(frame, Reserved):
-            self._book.told(generation.key, peer, self._now())
+            now = self._now()
+            self._book.told(generation.key, peer, now)
+            self.timeline.reserved(generation.key, now)
         elif isinstance(frame, PrefillDone):
+            self.timeline.prefilled(generation.key, self._now())
             self._book.prefilled(generation.key, peer)
         elif isinstance(frame, Refused):
             self._book.refused(peer)
@@ -238,6 +244,7 @@ class Dispatcher:
             self._token_gap.observe(now - last)
         else:
             self._first_token.observe(now - generation.submitted_at)
+            self.timeline.first_token(generation.key, now)
             self._arrived(generation)
         generation.tokens.append(token)
         if generation.wakes_on_token:
@@ -299,9 +306,10 @@ class Dispatcher:
             self._book.charge(generation.key, prefill, route.decode.peer, demand.num_tokens)
             generation.charged = (route.decode.peer,) if prefill is None else (prefill, route.decode.peer)
             self._metrics.count("pd_serve_routing_decisions_total", route.kind.value, route.reason)
-            self.timeline.assigned(generation.key, prefill, route.decode.peer, self._now())
-            actions = lifecycle.handle(Assigned(prefill, route.decode.peer), self._now())
+            now = self._now()
+            actions = lifecycle.handle(Assigned(prefill, route.decode.peer), now)
             generation.attempt_id = lifecycle.attempt_id
+            self.timeline.assigned(generation.key, prefill, route.decode.peer, now, generation.attempt_id or 0)
             if generation.attempt_id is not None:
                 self._by_attempt[generation.attempt_id] = generation
             self._apply(generation, actions)
@@ -340,7 +348,6 @@ class Dispatcher:
         generation.submitted_at = self._now()
         generation.request_timer = self._loop.call_later(self._settings.request_timeout_s, self._timed_out, generation)
         self._open[generation.key] = generation
-        self.timeline.arrived(generation.key, len(token_ids), generation.submitted_at)
         return generation
 
     def _new_attempt_id(self) -> AttemptId:

@@ -73,11 +73,13 @@ class AnswerPlan:
 class ExchangeResponse(Response):
     """The response to a generation request. Admission has been entered; it is left here."""
 
-    def __init__(self, services: Services, plan: AnswerPlan) -> None:
+    def __init__(self, services: Services, plan: AnswerPlan, received_at: float = 0.0) -> None:
+        """`received_at`: monotonic seconds at which the request began to come in, for the timeline."""
         self.status_code = 200
         self.background = None
         self._services = services
         self._plan = plan
+        self._received_at = received_at
         self._choices: list[ChoiceState] = []
         self._wake = asyncio.Event()
         self._is_client_gone = False
@@ -114,7 +116,7 @@ class ExchangeResponse(Response):
         wakes_on_token = self._plan.events is not None or bool(self._plan.stops)
         for prompt in self._plan.prompts:
             generations = self._services.dispatcher.submit(
-                prompt.token_ids, prompt.samplings, self._woken, wakes_on_token, prompt.takes_what_fits
+                prompt.token_ids, prompt.samplings, self._woken, wakes_on_token, prompt.takes_what_fits, self._received_at
             )
             for generation, sampling in zip(generations, prompt.samplings, strict=True):
                 text = ChoiceText(self._services.codec, self._plan.stops, sampling.min_tokens)

@@ -22,6 +22,10 @@ class _Attempt:
     prefill: PeerId | None
     decode: PeerId
     began_at: float
+    attempt_id: int
+    reserved_at: float | None = None
+    prefilled_at: float | None = None
+    first_token_at: float | None = None
     left_at: float | None = None
     num_output_tokens: int = 0
     left_because: str = ""
@@ -32,24 +36,38 @@ class _Record:
     key: int
     num_prompt_tokens: int
     arrived_at: float
+    received_at: float
     attempts: list[_Attempt] = field(default_factory=list)
     ended_at: float | None = None
     outcome: str = ""
 
 
 class Timeline:
-    """arrived -> (assigned -> left)* -> ended. Times passed in are monotonic seconds."""
+    """arrived -> (assigned -> reserved -> first token, prefilled -> left)* -> ended. Times passed in are monotonic seconds."""
 
     def __init__(self) -> None:
         self._records: deque[_Record] = deque(maxlen=NUM_KEPT)
         self._open: dict[int, _Record] = {}
 
-    def arrived(self, key: int, num_prompt_tokens: int, now: float) -> None:
-        self._open[key] = record = _Record(key, num_prompt_tokens, now)
+    def arrived(self, key: int, num_prompt_tokens: int, now: float, received_at: float = 0.0) -> None:
+        """`received_at`: when its HTTP request began to come in; 0: not known."""
+        self._open[key] = record = _Record(key, num_prompt_tokens, now, received_at or now)
         self._records.append(record)
 
-    def assigned(self, key: int, prefill: PeerId | None, decode: PeerId, now: float) -> None:
-        self._open[key].attempts.append(_Attempt(prefill, decode, now))
+    def assigned(self, key: int, prefill: PeerId | None, decode: PeerId, now: float, attempt_id: int = 0) -> None:
+        self._open[key].attempts.append(_Attempt(prefill, decode, now, attempt_id))
+
+    def reserved(self, key: int, now: float) -> None:
+        if attempts := self._open[key].attempts:
+            attempts[-1].reserved_at = now
+
+    def prefilled(self, key: int, now: float) -> None:
+        if attempts := self._open[key].attempts:
+            attempts[-1].prefilled_at = now
+
+    def first_token(self, key: int, now: float) -> None:
+        if attempts := self._open[key].attempts:
+            attempts[-1].first_token_at = now
 
     def left(self, key: int, reason: str, num_output_tokens: int, now: float) -> None:
         """The choice left its attempt, with so many tokens so far, and is about to be placed again."""
@@ -87,9 +105,15 @@ def _told(record: _Record) -> RequestTimeline:
                 left_s=since_arrival(attempt.left_at),
                 left_because=attempt.left_because,
                 output_tokens=attempt.num_output_tokens,
+                attempt_id=attempt.attempt_id,
+                reserved_s=since_arrival(attempt.reserved_at),
+                prefilled_s=since_arrival(attempt.prefilled_at),
+                first_token_s=since_arrival(attempt.first_token_at),
             )
             for attempt in record.attempts
         ),
+        received_s=round(record.received_at - record.arrived_at, 6),
+        arrived_at_s=record.arrived_at,
         ended_s=since_arrival(record.ended_at),
         outcome=record.outcome,
     )

@@ -33,9 +33,10 @@ from pd_serve.protocol.link import (
     SetRole,
     Stop,
     ToRouter,
-    Traces,
 )
+from pd_serve.protocol.traces import Traces
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
+from workers.attempt_traces import AttemptTraces
 from workers.engine_thread import EngineFailed, EngineThread
 from workers.events import (
     Action,
@@ -91,6 +92,8 @@ class RankParts:
     group: RankGroup
     followers: tuple[FollowerSocket, ...] = ()
     """To the ranks 1, 2, ..."""
+    num_traces: int = 16
+    """Attempts whose passage is remembered."""
 
 
 class ControlLoop:
@@ -107,6 +110,7 @@ class ControlLoop:
         self._report_interval_s = report_interval_s
         self._clock = clock
         self._samples = SampleBuffer()
+        self._attempts = AttemptTraces(parts.num_traces)
         self._report_at = clock.now()
         self._was_idle = True
         self._running: Batch | None = None
@@ -240,14 +244,17 @@ class ControlLoop:
                 self._handle(RoleSet(role))
                 self._report_at = self._clock.now()
             case GetTrace(limit):
-                self._front.send(Traces(self._transport.recent_traces(limit)))
+                self._front.send(Traces(self._transport.recent_traces(limit), self._attempts.recent(limit)))
             case Stop():
                 self._exit_code = 0
 
     # ---- what is done
 
     def _handle(self, event: Event) -> None:
-        self._carry_out(self._machine.handle(event, self._clock.now()))
+        now = self._clock.now()
+        actions = self._machine.handle(event, now)
+        self._attempts.observe(event, actions, now)
+        self._carry_out(actions)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:

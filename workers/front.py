@@ -45,9 +45,9 @@ from pd_serve.protocol.link import (
     SetRole,
     Stop,
     ToRouter,
-    Traces,
 )
 from pd_serve.protocol.server import ServerLimits, server_config
+from pd_serve.protocol.traces import Traces
 from pd_serve.tls import client_tls, server_tls
 from pd_serve.wire import MAX_FRAME_NBYTES
 from workers.front_app import build_app

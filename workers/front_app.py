@@ -30,11 +30,13 @@ from pd_serve.protocol.control import (
     RoleRequest,
     WorkerStatus,
 )
-from pd_serve.protocol.link import Role, RouterFrame, Traces, router_codec
+from pd_serve.protocol.link import Role, RouterFrame, router_codec
+from pd_serve.protocol.traces import Traces
 from pd_serve.wire import PROTOCOL_VERSION
 from workers.front_guard import CONTROL_PREFIX, ControlGuard, check_secret
 from workers.front_links import Link
 from workers.front_view import FrontView
+from workers.host_identity import host_id
 
 _log = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 1.0
@@ -132,7 +134,9 @@ def build_app(front: FrontControl, cluster_secret: str) -> FastAPI:
 
     @app.get(WORKER_TRACES_PATH, responses=_REFUSALS)
     async def traces(limit: Annotated[int, Query(ge=1, le=1024)] = 16) -> Response:
-        return Response(msgspec.json.encode({"traces": _named(await front.traces(limit))}), media_type="application/json")
+        found = await front.traces(limit)
+        body = {"host": host_id(), "traces": _named(found), "attempts": [msgspec.structs.asdict(attempt) for attempt in found.attempts]}
+        return Response(msgspec.json.encode(body), media_type="application/json")
 
     @app.websocket(LINK_PATH)
     async def link(websocket: WebSocket) -> None:

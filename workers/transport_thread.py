@@ -31,8 +31,9 @@ from pd_serve.clock import Clock, MonotonicClock
 from pd_serve.errors import ConfigError, ProtocolError, TransportError
 from pd_serve.ids import PeerId
 from pd_serve.kv.layout import KVLayout
-from pd_serve.protocol.link import Sample, Trace
+from pd_serve.protocol.link import Sample
 from pd_serve.protocol.notify import Completed, NoticeUnion, notice_codec
+from pd_serve.protocol.traces import Trace
 from pd_serve.transport.base import Flushed, NoticeReceived, PeerJoined, PeerLost, Transport, TransportEvent, TransportSettings
 from pd_serve.transport.registry import TransportFactory
 from workers.decode.arrivals import Arrivals

@@ -114,6 +114,10 @@ class AttemptTimeline(ControlModel):
     left_s: float | None = Field(description="null: still there")
     left_because: str = Field(description="reason of the move, as in pd_serve_moves_total, or no_capacity; empty: it was not moved")
     output_tokens: int = Field(description="tokens of the choice, over all attempts, when this one ended")
+    attempt_id: int = Field(default=0, description="by which the workers' traces name it")
+    reserved_s: float | None = Field(default=None, description="decode's answer that it has room; null: none came")
+    prefilled_s: float | None = Field(default=None, description="prefill's word that all KV was sent; null: none came")
+    first_token_s: float | None = Field(default=None, description="the first token of the choice; null: another attempt brought it")
 
 
 class RequestTimeline(ControlModel):
@@ -122,6 +126,8 @@ class RequestTimeline(ControlModel):
     choice: int = Field(description="the number by which the router's log names it")
     prompt_tokens: int
     attempts: tuple[AttemptTimeline, ...]
+    received_s: float = Field(default=0.0, description="the head of its HTTP request was here: not positive")
+    arrived_at_s: float = Field(default=0.0, description="moment of arrival, on the monotonic clock of the router's host")
     ended_s: float | None
     outcome: str = Field(description="stop, length, an error code, or cancelled (by the client, or by a stop string); empty: not ended")
 

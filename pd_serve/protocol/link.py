@@ -18,12 +18,12 @@ from __future__ import annotations
 
 from enum import Enum
 
-import msgspec
-
 from pd_serve.ids import AttemptId, Epoch, LeaseId, LinkId, PeerId, RouterId
 from pd_serve.kv.layout import KVLayout
+from pd_serve.protocol.frame import Frame
 from pd_serve.protocol.identity import ModelIdentity
 from pd_serve.protocol.sampling import SamplingParams, TokenLogprobs
+from pd_serve.protocol.traces import Traces
 from pd_serve.wire import Codec
 
 
@@ -36,10 +36,6 @@ class Role(Enum):
 class FinishReason(Enum):
     STOP = "stop"
     LENGTH = "length"
-
-
-class Frame(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
-    """Base of every frame; the tag names the class."""
 
 
 class PeerInfo(Frame, frozen=True, tag="peer_info"):
@@ -337,35 +333,6 @@ class Report(Frame, frozen=True, tag="report"):
     samples: tuple[Sample, ...]
     idle: bool
     """Nothing is held for any attempt (drain has finished)."""
-
-
-class LayerTrace(Frame, frozen=True, array_like=True, tag="layer_trace"):
-    """Seconds since the first layer's KV was written, all on the prefill process's clock."""
-
-    chunk: int
-    layer: int
-    kv_written_s: float
-    """The layer's KV of this chunk is in the pool; its attention and MLP follow."""
-    push_start_s: float
-    push_end_s: float
-    nbytes: int
-
-
-class Trace(Frame, frozen=True, tag="trace"):
-    """How one attempt's transfer ran beside its compute."""
-
-    attempt_id: AttemptId
-    num_tokens: int
-    compute_end_s: float
-    flushed_s: float
-    lane: str
-    overlap_ratio: float
-    """Share of KV bytes whose put had returned before the last layer's compute ended."""
-    layers: tuple[LayerTrace, ...]
-
-
-class Traces(Frame, frozen=True, tag="traces"):
-    traces: tuple[Trace, ...]
 
 
 class Fatal(Frame, frozen=True, tag="fatal"):

@@ -37,6 +37,7 @@ class GenerationEndpoint(Generic[R]):
         self._plan = plan
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        received_at = time.monotonic()
         request = Request(scope, receive)
         services = services_of(request)
         services.admission.enter(request.headers.get("authorization"))
@@ -48,7 +49,7 @@ class GenerationEndpoint(Generic[R]):
             if parsed.model != services.model_name:
                 raise NotFoundError(f"The model `{parsed.model}` does not exist; this server has `{services.model_name}`", "model")
             check_counts(parsed, services.config.router)
-            response = ExchangeResponse(services, await self._plan(services, parsed))
+            response = ExchangeResponse(services, await self._plan(services, parsed), received_at)
             has_begun = True
         finally:
             if not has_begun:

@@ -21,8 +21,9 @@ import pytest
 from pd_serve.config import Config
 from pd_serve.cores import thread_env
 from pd_serve.ids import AttemptId
-from pd_serve.protocol.link import Drain, Fatal, FinishReason, GetTrace, Peers, PeerStatus, Report, Role, Stop, Traces
+from pd_serve.protocol.link import Drain, Fatal, FinishReason, GetTrace, Peers, PeerStatus, Report, Role, Stop
 from pd_serve.protocol.sampling import SamplingParams
+from pd_serve.protocol.traces import Traces
 from tests.rank_driver import RankDriver, join, open_local, run_pair, tokens_of
 from tests.unit.engine.model_folders import write_config
 from workers.rank_spec import RankSpec

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 
 from pd_serve.ids import AttemptId
 from pd_serve.kv.digest import KVDigest
-from pd_serve.protocol.link import LayerTrace, Sample, Trace
+from pd_serve.protocol.link import Sample
 from pd_serve.protocol.notify import Completed
+from pd_serve.protocol.traces import LayerTrace, Trace
 
 
 @dataclass(slots=True)
@@ -74,6 +75,7 @@ def measure(transfer: Transfer, notice: Completed, compute_ended_at: float, now:
             LayerTrace(piece.chunk, piece.layer, piece.written_at - origin, piece.started_at - origin, end - origin, piece.nbytes)
             for piece, end in zip(pieces, ends, strict=True)
         ),
+        origin_s=origin,
     )
     samples: tuple[Sample, ...] = (
         Sample("pd_serve_kv_transfer_bytes_total", float(sum(piece.nbytes for piece in pieces)), lane),

@@ -36,11 +36,11 @@ from pd_serve.protocol.link import (
     RouterFrame,
     Step,
     TokenOutput,
-    Traces,
     WorkerFrame,
     router_codec,
     worker_codec,
 )
+from pd_serve.protocol.traces import Traces
 from pd_serve.wire import PROTOCOL_VERSION
 from router.pool import PoolSettings, WorkerPool
 from tests.fakes import joined, load, peer_id, peer_info, sampling, serving, welcome

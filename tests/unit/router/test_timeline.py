@@ -35,6 +35,26 @@ def test_every_place_of_a_choice_is_told_with_the_reason_it_was_left() -> None:
     assert (told.attempts[1].left_s, told.attempts[1].output_tokens) == (2.0, 9)
 
 
+def test_the_steps_of_a_placement_are_told_in_seconds_since_the_choice_arrived() -> None:
+    timeline = Timeline()
+    timeline.arrived(7, 30, 100.0, 99.5)
+    timeline.reserved(7, 100.0)
+    timeline.assigned(7, P1, D1, 100.25, 12)
+    timeline.reserved(7, 100.5)
+    timeline.first_token(7, 101.0)
+    timeline.prefilled(7, 101.5)
+    (told,) = timeline.recent().requests
+    (attempt,) = told.attempts
+    assert (told.received_s, told.arrived_at_s) == (-0.5, 100.0)
+    assert (attempt.attempt_id, attempt.began_s, attempt.reserved_s, attempt.first_token_s, attempt.prefilled_s) == (
+        12,
+        0.25,
+        0.5,
+        1.0,
+        1.5,
+    )
+
+
 def test_only_the_newest_are_kept_and_the_oldest_may_still_end() -> None:
     timeline = Timeline()
     for key in range(NUM_KEPT + 3):

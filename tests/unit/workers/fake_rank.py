@@ -29,7 +29,6 @@ from pd_serve.protocol.link import (
     FinishReason,
     FromRouter,
     GetTrace,
-    LayerTrace,
     LinkDown,
     LinkUp,
     Load,
@@ -47,12 +46,11 @@ from pd_serve.protocol.link import (
     Stop,
     TokenOutput,
     ToRouter,
-    Trace,
-    Traces,
     Welcome,
     front_codec,
     rank_codec,
 )
+from pd_serve.protocol.traces import LayerTrace, Trace, Traces
 from pd_serve.wire import PROTOCOL_VERSION
 from workers.rank_spec import RankSpec
 

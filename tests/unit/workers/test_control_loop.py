@@ -30,9 +30,9 @@ from pd_serve.protocol.link import (
     SetRole,
     Step,
     Stop,
-    Traces,
 )
 from pd_serve.protocol.sampling import SamplingParams
+from pd_serve.protocol.traces import Traces
 from pd_serve.transport.loopback_fabric import LoopbackFabric
 from tests.fake_engine import VOCAB_SIZE, expected_tokens, small_layout
 from tests.rank_driver import join, open_local, open_pair, run_pair, tokens_of
@@ -127,9 +127,16 @@ def test_report_carries_samples_and_traces_are_kept(pair: tuple[Rank, Rank]) -> 
         names |= {sample.metric for sample in prefill.driver.wait_rank(Report).samples}
     assert {"pd_serve_step_seconds", "pd_serve_computed_tokens_total", "pd_serve_kv_overlap_ratio"} <= names
     prefill.driver.send(GetTrace(5))
-    (trace,) = prefill.driver.wait_rank(Traces).traces
-    assert trace.attempt_id == 1
+    told = prefill.driver.wait_rank(Traces)
+    (trace,), (leg,) = told.traces, told.attempts
+    assert trace.attempt_id == leg.attempt_id == 1
     assert len(trace.layers) == 9, "three chunks of three layers"
+    decode.driver.send(GetTrace(5))
+    (other,) = decode.driver.wait_rank(Traces).attempts
+    moments = (other.received_s, other.reserved_s, leg.received_s, leg.step_started_s, trace.origin_s, leg.step_ended_s)
+    passage = [moment for moment in (*moments, other.record_s, other.step_started_s, other.step_ended_s) if moment is not None]
+    assert len(passage) == 9
+    assert passage == sorted(passage), "both ranks of one host, on one clock"
     assert decode.driver.wait_rank(Report, lambda report: bool(report.peers)).peers[0].joined
 
 

@@ -39,6 +39,7 @@ from pd_serve.protocol.link import (
 )
 from pd_serve.protocol.sampling import SamplingParams
 from pd_serve.wire import PROTOCOL_VERSION
+from workers.host_identity import host_id
 
 SECRET = "s3cret"
 FAKE_RANK = Path(__file__).with_name("fake_rank.py")
@@ -199,10 +200,13 @@ def test_role_is_switched_by_the_rank_and_then_reported(worker: Worker) -> None:
 
 
 def test_traces_come_from_the_rank(worker: Worker) -> None:
-    (trace,) = worker.get("/control/traces?limit=3").json()["traces"]
+    told = worker.get("/control/traces?limit=3").json()
+    (trace,) = told["traces"]
     layer = {"chunk": 0, "layer": 1, "kv_written_s": 0.1, "push_start_s": 0.2, "push_end_s": 0.3, "nbytes": 64}
-    measures = {"num_tokens": 16, "compute_end_s": 0.5, "flushed_s": 0.6, "lane": "posix", "overlap_ratio": 0.75}
+    measures = {"num_tokens": 16, "compute_end_s": 0.5, "flushed_s": 0.6, "lane": "posix", "overlap_ratio": 0.75, "origin_s": 0.0}
     assert trace == {"attempt_id": 9, **measures, "layers": [layer]}
+    assert told["attempts"] == []
+    assert told["host"] == host_id()
     assert worker.get("/control/traces?limit=0").status_code == 400
 
 
