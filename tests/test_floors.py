@@ -68,7 +68,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "typer": ("pd_serve.cli*",),
     "rich": ("pd_serve.cli*", "pd_serve.bench.progress"),
     "aiohttp": ("pd_serve.bench.client",),
-    "matplotlib": ("pd_serve.bench.plots",),
+    "matplotlib": ("pd_serve.bench.plots*",),
     "jinja2": ("pd_serve.bench.report", "router.tokenizer"),
 }
 HEAVY_FOR_PURE = ("torch", "transformers", "asyncio", "threading", "socket", "time", "random")

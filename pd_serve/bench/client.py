@@ -7,6 +7,7 @@ that fails is a record with its error, never an exception, and nothing is done f
 from __future__ import annotations
 
 import asyncio
+import math
 import ssl
 import time
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ KEEPALIVE_S = 3.0
 """An idle connection is used again for this long: less than servers keep theirs (uvicorn: 5 s), or requests meet a closed one."""
 _ERROR_CHARS = 300
 _REJECTED = (400, 422)
+LEFT = "left"
+"""`finish_reason` of a stream that the client left at its time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +98,9 @@ class Endpoint:
             await self._session.close()
             self._session = None
 
-    async def stream(self, plan: RequestPlan, start: float) -> RequestRecord:
-        """Send one request and follow its stream to the end. `start`: time.monotonic() at the start of the run.
+    async def stream(self, plan: RequestPlan, start: float, until_s: float = math.inf) -> RequestRecord:
+        """Send one request and follow its stream to the end. `start`: time.monotonic() at the start of the run. `until_s`: seconds after it
+        at which the stream is left with the tokens it has brought; the record is whole, with LEFT for its finish.
 
         What fails (no connection, an error status, a stream that breaks off) is told in the record.
         """
@@ -105,10 +109,14 @@ class Endpoint:
             path, body = self._request(plan)
             sent_s = time.monotonic() - start
             status, error = 0, ""
+            limit = asyncio.timeout(None if math.isinf(until_s) else max(0.0, until_s - sent_s))
             try:
-                status, error = await self._exchange(path, body, reply)
+                async with limit:
+                    status, error = await self._exchange(path, body, reply)
             except self._failures as failure:
                 error = "timed out" if isinstance(failure, TimeoutError) else (str(failure) or type(failure).__name__)
+            if limit.expired():
+                status, error, reply.finish_reason = 200, "", LEFT
             if not (status in _REJECTED and self._drop_extension(error)):
                 break
         if not error:

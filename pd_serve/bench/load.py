@@ -15,7 +15,8 @@ from pd_serve.bench.results import ArmResult, Config, Described, Result, Scalar,
 from pd_serve.bench.rounds import interleaved
 from pd_serve.bench.runner import closed_loop, open_loop
 from pd_serve.bench.statistics import Slo, goodput, load_figures, offered, rate_at_attainment
-from pd_serve.bench.workload import Workload, make_plans
+from pd_serve.bench.trace import SpedUp
+from pd_serve.bench.workload import Workload, make_plans, random_tokens
 
 WARMUP_SEED = 1_000_003
 ATTAINMENTS = (0.90, 0.99)
@@ -27,12 +28,16 @@ class Point:
 
     rate: float = 0.0
     concurrency: int = 0
+    speed_up: float = 1.0
+    """Of the times that given plans have."""
 
     @property
     def label(self) -> str:
         if self.concurrency:
             return f"concurrency={self.concurrency}"
-        return f"rate={self.rate:g}" if self.rate else ""
+        if self.rate:
+            return f"rate={self.rate:g}"
+        return f"speed_up={self.speed_up:g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class LoadSettings:
     points: tuple[Point, ...]
     workload: Workload
     slo: Slo = field(default_factory=Slo)
-    plans: tuple[RequestPlan, ...] = ()
+    plans: Sequence[RequestPlan] = ()
     duration_s: float = 0.0
     """With rates: sends for so long, instead of a number of requests."""
     num_rounds: int = 1
@@ -75,7 +80,7 @@ async def run_load(settings: LoadSettings, path: Path, bars: Bars) -> Result:
     for (name, point), records in measured.records.items():
         label = f"{name} {point.label}" if len(settings.points) > 1 else name
         file = write_records(path, label.replace(" ", "-"), records)
-        parameters: dict[str, Scalar] = {"arm": name, "rate": point.rate, "concurrency": point.concurrency}
+        parameters: dict[str, Scalar] = {"arm": name, "rate": point.rate, "concurrency": point.concurrency, "speed_up": point.speed_up}
         arms[label] = ArmResult(_figures(settings, point, records), file, parameters)
     described = Described(settings.kind, settings.name, _parameters(settings), measured.config, tuple(_notes(settings, measured)))
     result = new_result(described, measured.load, arms, measured.started_at)
@@ -110,7 +115,7 @@ async def measure(settings: LoadSettings, bars: Bars) -> Measured:
 
 def _plans(settings: LoadSettings, point: Point) -> Sequence[RequestPlan]:
     if settings.plans:
-        return settings.plans
+        return settings.plans if point.speed_up == 1.0 else SpedUp(settings.plans, point.speed_up)
     workload = replace(settings.workload, rate=point.rate)
     if point.rate and settings.duration_s:
         workload = replace(workload, num_requests=max(1, round(point.rate * settings.duration_s)))
@@ -122,7 +127,7 @@ async def _warm_up(settings: LoadSettings, arms: Sequence[Arm], bars: Bars) -> N
     if not settings.num_warmups:
         return
     if settings.plans:
-        plans = [_redrawn(plan) for plan in settings.plans[: settings.num_warmups]]
+        plans = [_redrawn(plan, settings.workload.vocab) for plan in settings.plans[: settings.num_warmups]]
     else:
         plans = make_plans(replace(settings.workload, num_requests=settings.num_warmups, rate=0.0, seed=WARMUP_SEED, kind="warm-up"))
     bar = bars.add("warming up", len(plans) * len(arms))
@@ -132,15 +137,14 @@ async def _warm_up(settings: LoadSettings, arms: Sequence[Arm], bars: Bars) -> N
             raise BenchError(f"{arm.name} ({arm.endpoint.url}) answers no request: {records[0].error}")
 
 
-def _redrawn(plan: RequestPlan) -> RequestPlan:
-    from pd_serve.bench.workload import DEFAULT_VOCAB, random_tokens
-
-    prompt = plan.prompt if isinstance(plan.prompt, str) else random_tokens(len(plan.prompt), DEFAULT_VOCAB, (WARMUP_SEED, plan.index))
+def _redrawn(plan: RequestPlan, vocab: int) -> RequestPlan:
+    prompt = plan.prompt if isinstance(plan.prompt, str) else random_tokens(len(plan.prompt), vocab, (WARMUP_SEED, plan.index))
     return RequestPlan(plan.index, "warm-up", 0.0, prompt, min(plan.max_tokens, 16))
 
 
 def _figures(settings: LoadSettings, point: Point, records: Sequence[RequestRecord]) -> dict[str, float]:
     figures = load_figures(records).figures()
+    figures["rejected_share"] = figures["rejected"] / len(records)
     if not point.concurrency:
         sent = offered(records)
         figures |= {"planned_requests_per_s": sent.planned_rate, "offered_requests_per_s": sent.achieved_rate}
@@ -174,12 +178,12 @@ def _parameters(settings: LoadSettings) -> dict[str, Scalar]:
 
 def _notes(settings: LoadSettings, measured: Measured) -> list[str]:
     notes = []
-    if settings.slo.is_set and sum(point.rate > 0 for point in settings.points) > 1:
+    if settings.slo.is_set and sum(not point.concurrency for point in settings.points) > 1:
         for arm in settings.arms:
             points = [
-                (point.rate, goodput(records, settings.slo).attainment)
+                (round(offered(records).achieved_rate, 3), goodput(records, settings.slo).attainment)
                 for (name, point), records in measured.records.items()
-                if name == arm.name and point.rate
+                if name == arm.name and not point.concurrency
             ]
             kept = ", ".join(f"{share:.0%} up to {rate_at_attainment(points, share):g}/s" for share in ATTAINMENTS)
             notes.append(f"{arm.name}: limits kept by {kept}")

@@ -31,15 +31,17 @@ async def interleaved(arms: Sequence[Arm], plans: Sequence[RequestPlan], num_rou
     return records
 
 
-def cut(plans: Sequence[RequestPlan], num_rounds: int) -> list[list[RequestPlan]]:
-    """Contiguous parts of nearly one size, none empty; the times of each begin at 0."""
+def cut(plans: Sequence[RequestPlan], num_rounds: int) -> Sequence[Sequence[RequestPlan]]:
+    """Contiguous parts of nearly one size, none empty; the times of each begin at 0. One round is the plans themselves."""
     num_rounds = max(1, min(num_rounds, len(plans)))
+    if num_rounds == 1:
+        return [plans]
     bounds = [len(plans) * index // num_rounds for index in range(num_rounds + 1)]
     parts: list[list[RequestPlan]] = []
     for low, high in pairwise(bounds):
         first_s = min((plan.at_s for plan in plans[low:high]), default=0.0)
         parts.append([msgspec.structs.replace(plan, at_s=plan.at_s - first_s) for plan in plans[low:high]])
-    return [part for part in parts if part]
+    return parts
 
 
 def shifted(record: RequestRecord, seconds: float) -> RequestRecord:

@@ -23,26 +23,27 @@ def no_progress(record: RequestRecord) -> None:
 async def open_loop(
     endpoint: Endpoint, plans: Sequence[RequestPlan], progress: OnRecord = no_progress, start: float | None = None
 ) -> list[RequestRecord]:
-    """Sends each plan at its time whatever became of the ones before; returns when all have ended, records in the order of the plans.
+    """Sends each plan at its time whatever became of the ones before; returns when all have ended, records by index.
 
+    A sequence other than a list or tuple has to be in the order of time: its plans are made one by one, as they are sent.
     `start`: time.monotonic() from which the times count; None: now. How late requests went out is in the records (`statistics.offered`).
     """
     start = time.monotonic() if start is None else start
+    ordered = sorted(plans, key=lambda plan: plan.at_s) if isinstance(plans, list | tuple) else plans
     tasks: list[asyncio.Task[RequestRecord]] = []
     async with asyncio.TaskGroup() as group:
-        for plan in sorted(plans, key=lambda plan: plan.at_s):
+        for plan in ordered:
             delay_s = start + plan.at_s - time.monotonic()
             if delay_s > 0:
                 await asyncio.sleep(delay_s)
             tasks.append(group.create_task(_one(endpoint, plan, start, progress)))
-    by_index = {task.result().index: task.result() for task in tasks}
-    return [by_index[plan.index] for plan in plans]
+    return sorted((task.result() for task in tasks), key=lambda record: record.index)
 
 
 async def closed_loop(
     endpoint: Endpoint, plans: Sequence[RequestPlan], concurrency: int, progress: OnRecord = no_progress, start: float | None = None
 ) -> list[RequestRecord]:
-    """Keeps `concurrency` requests open until the plans are used up; returns when all have ended, records in the order of the plans."""
+    """Keeps `concurrency` requests open until the plans are used up; returns when all have ended, records by index."""
     start = time.monotonic() if start is None else start
     waiting = iter(plans)
     records: dict[int, RequestRecord] = {}
@@ -54,7 +55,7 @@ async def closed_loop(
     async with asyncio.TaskGroup() as group:
         for _ in range(min(concurrency, len(plans))):
             group.create_task(slot())
-    return [records[plan.index] for plan in plans]
+    return [records[index] for index in sorted(records)]
 
 
 def run(main: Coroutine[Any, Any, _T]) -> _T:

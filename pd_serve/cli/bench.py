@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import typer
 
-from pd_serve.cli.bench_load import EPILOG as LOAD_EPILOG
-from pd_serve.cli.bench_load import load
+from pd_serve.cli import bench_compare, bench_load, bench_report, bench_trace
 
 bench = typer.Typer(
     name="bench",
     no_args_is_help=True,
-    help="Measure endpoints, ours or others', as their users would: results as JSON, with a page and pictures (pd-serve bench report).",
+    help="Measure endpoints, ours or others', as their users would: results as JSON, with a page and pictures.",
     epilog="Start here: [bold]pd-serve bench load --arm ours=1p1d[/bold]. What each figure means: docs/benchmarks.md.",
 )
-bench.command(epilog=LOAD_EPILOG)(load)
+bench.command(epilog=bench_load.EPILOG)(bench_load.load)
+bench.command(epilog=bench_trace.EPILOG)(bench_trace.trace)
+bench.command(epilog=bench_compare.EPILOG)(bench_compare.compare)
+bench.command(epilog=bench_report.EPILOG)(bench_report.report)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +13,8 @@ from pd_serve.errors import ConfigError
 
 if TYPE_CHECKING:
     from pd_serve.bench.arms import ArmSpec
+    from pd_serve.bench.cluster import ClusterSpec
+    from pd_serve.bench.cores import CoreShare
     from pd_serve.bench.statistics import Slo
 
 _ARMS = "What is measured"
@@ -44,6 +46,15 @@ ClusterSetOption = Annotated[
         rich_help_panel=_ARMS,
     ),
 ]
+CoresOption = Annotated[
+    int,
+    typer.Option(
+        "--cores-per-role",
+        min=0,
+        help="Cores that prefill and decode are pinned to, each; a colocated worker to both; 0: no pinning",
+        rich_help_panel=_ARMS,
+    ),
+]
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for a whole request", rich_help_panel=_ARMS)]
 OutOption = Annotated[
     Path | None, typer.Option("--out", help="A .json file, or a folder for a new one; by default bench-results/", rich_help_panel=_OUTPUT)
@@ -71,15 +82,8 @@ class ArmChoice:
     def specs(self, default: Sequence[str] = ()) -> tuple[ArmSpec, ...]:
         """`default`: arms (NAME=WHAT) where none was named. Raises ConfigError, BenchError."""
         from pd_serve.bench.arms import ArmSpec, parse_arm
-        from pd_serve.bench.cluster import ClusterSpec
 
-        settings = {}
-        for item in self.sets:
-            key, equals, value = item.partition("=")
-            if not equals:
-                raise ConfigError(f"--set {item}: expected KEY=VALUE")
-            settings[key] = value
-        base = ClusterSpec(self.prefill, self.decode, self.colocated, self.model or "demo", settings)
+        base = replace(cluster_of(self.model, self.sets), prefill=self.prefill, decode=self.decode, colocated=self.colocated)
         found = [parse_arm(text, base) for text in self.arms]
         if self.url:
             found.append(ArmSpec("endpoint", self.url))
@@ -90,6 +94,26 @@ class ArmChoice:
         if not found:
             raise ConfigError("nothing to measure: name a --url, an --arm, or workers to start with --prefill, --decode, --colocated")
         return tuple(found)
+
+
+def cluster_of(model: str, sets: Sequence[str]) -> ClusterSpec:
+    """Without workers yet. Raises ConfigError."""
+    from pd_serve.bench.cluster import ClusterSpec
+
+    settings = {}
+    for item in sets:
+        key, equals, value = item.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {item}: expected KEY=VALUE")
+        settings[key] = value
+    return ClusterSpec(model=model or "demo", settings=settings)
+
+
+def cores_of(per_role: int) -> CoreShare | None:
+    """Raises BenchError when there are too few cores."""
+    from pd_serve.bench.cores import share_cores
+
+    return share_cores(per_role) if per_role else None
 
 
 def slo(ttft_ms: float, itl_ms: float, tpot_ms: float) -> Slo:

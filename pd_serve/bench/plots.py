@@ -1,0 +1,109 @@
+"""Pictures, as PNG bytes. No global state of matplotlib is touched; nothing here knows what a result is.
+
+Those of single commands are in plots_<name>.py and draw through `png`.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from pd_serve.bench.errors import missing_library
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
+"""Told apart by the colour-blind as well. Source: Okabe and Ito 2008."""
+_DPI = 110
+_NUM_WINDOWS = 240
+_MAX_DOTS = 20_000
+
+Points = Sequence[tuple[float, float]]
+
+
+def png(draw: Callable[[Axes], None], title: str, size: tuple[float, float] = (8.0, 4.2)) -> bytes:
+    """One set of axes that `draw` fills. `size` in inches. Raises BenchError without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise missing_library("matplotlib", error) from error
+    figure = Figure(figsize=size, dpi=_DPI, layout="constrained")
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    draw(axes)
+    axes.set_title(title, loc="left", fontsize=11)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def cdf(series: Mapping[str, Sequence[float]], title: str, xlabel: str) -> bytes:
+    """Share of values up to x, one curve a series, x logarithmic; above, the tail is what counts, so y is as well: 1 - share."""
+
+    def draw(axes: Axes) -> None:
+        shown = {name: sorted(values) for name, values in series.items() if values}
+        for color, (name, ordered) in zip(_colors(len(shown)), shown.items(), strict=True):
+            count = len(ordered)
+            axes.step(ordered, [1 - index / count for index in range(count)], where="post", label=name, color=color, linewidth=1.4)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel("share of values above")
+        _legend(axes, len(shown))
+
+    return png(draw, title)
+
+
+def timeline(series: Mapping[str, Points], title: str, ylabel: str) -> bytes:
+    """Dots (seconds, value), and the largest value of each short window as a line; y is logarithmic."""
+
+    def draw(axes: Axes) -> None:
+        shown = {name: points for name, points in series.items() if points}
+        end_s = max((points[-1][0] for points in map(sorted, shown.values())), default=0.0)
+        for color, (name, points) in zip(_colors(len(shown)), shown.items(), strict=True):
+            step = max(1, len(points) // _MAX_DOTS)
+            axes.plot(*zip(*points[::step], strict=True), ".", markersize=1.5, alpha=0.35, color=color)
+            axes.plot(*zip(*_highest(points, end_s), strict=True), linewidth=1.2, color=color, label=name)
+        axes.set_yscale("log")
+        axes.set_xlabel("seconds since the start")
+        axes.set_ylabel(ylabel)
+        _legend(axes, len(shown))
+
+    return png(draw, title)
+
+
+def lines(series: Mapping[str, Points], title: str, xlabel: str, ylabel: str) -> bytes:
+    """One line with marks a series, in the order of x."""
+
+    def draw(axes: Axes) -> None:
+        for color, (name, points) in zip(_colors(len(series)), series.items(), strict=True):
+            axes.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, linewidth=1.4, color=color, label=name)
+        axes.set_xlabel(xlabel)
+        axes.set_ylabel(ylabel)
+        axes.set_ylim(bottom=0)
+        _legend(axes, len(series))
+
+    return png(draw, title)
+
+
+def _highest(points: Points, end_s: float) -> list[tuple[float, float]]:
+    """Of each of _NUM_WINDOWS windows that holds any."""
+    width = end_s / _NUM_WINDOWS or 1.0
+    highest: dict[int, float] = {}
+    for moment, value in points:
+        window = int(moment / width)
+        highest[window] = max(value, highest.get(window, value))
+    return [((window + 0.5) * width, value) for window, value in sorted(highest.items())]
+
+
+def _colors(count: int) -> list[str]:
+    return [COLORS[index % len(COLORS)] for index in range(count)]
+
+
+def _legend(axes: Axes, count: int) -> None:
+    if count:
+        axes.legend(frameon=False, fontsize=9, ncols=1 if count <= 8 else 2)
