@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from pd_serve.errors import AuthenticationError, ContextLengthError, InvalidRequestError, OverloadedError, RequestError
 from pd_serve.observe import Metrics
+from router.occupancy import Occupancy
 from router.pool import LinkedWorker
 
 
@@ -21,24 +22,28 @@ class BodyTooLargeError(RequestError):
 class Admission:
     """Counts requests in progress; enter() and leave() come in pairs, by the same caller."""
 
-    def __init__(self, max_open: int, api_keys: tuple[str, ...], metrics: Metrics) -> None:
+    def __init__(self, max_open: int, api_keys: tuple[str, ...], metrics: Metrics, occupancy: Occupancy) -> None:
         self._max_open = max_open
         self._api_keys = tuple(key.encode() for key in api_keys)
         self._metrics = metrics
-        self.num_open = 0
+        self._occupancy = occupancy
+
+    @property
+    def num_open(self) -> int:
+        """Of all processes of this router."""
+        return self._occupancy.num_open
 
     def enter(self, authorization: str | None) -> None:
         """Raises AuthenticationError or OverloadedError, having counted nothing."""
         if self._api_keys and not bearer_matches(authorization, self._api_keys):
             self._metrics.count("pd_serve_rejections_total", "api_key")
             raise AuthenticationError("Incorrect API key provided" if authorization else "You did not provide an API key")
-        if self.num_open >= self._max_open:
+        if not self._occupancy.enter(self._max_open):
             self._metrics.count("pd_serve_rejections_total", "open_requests")
             raise OverloadedError(f"{self.num_open} requests are in progress, which is the limit", retry_after_s=1.0)
-        self.num_open += 1
 
     def leave(self) -> None:
-        self.num_open -= 1
+        self._occupancy.leave()
 
 
 def bearer_matches(authorization: str | None, keys: Iterable[bytes]) -> bool:

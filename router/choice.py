@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 from pd_serve.protocol.link import FinishReason, TokenOutput
 from pd_serve.protocol.openai_responses import ChatLogprobs, CompletionLogprobs, TokenLogprob, TopLogprob
@@ -14,8 +14,7 @@ LEAST_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON cannot hold."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """What one token adds: text that became certain with it, and its own log-probabilities if asked for."""
 
     text: str

@@ -9,7 +9,6 @@ is lost or gives something back. What must stay true: a choice that is done is i
 from __future__ import annotations
 
 import asyncio
-import heapq
 import itertools
 import secrets
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from pd_serve.protocol.link import (
     WorkerFrame,
 )
 from pd_serve.protocol.sampling import SamplingParams
-from router.generation import Generation
+from router.generation import Generation, Readers
 from router.lifecycle import (
     Action,
     Assigned,
@@ -48,7 +47,6 @@ from router.lifecycle import (
     HandoverTimedOut,
     Lifecycle,
     LifecycleSettings,
-    MoveReason,
     NeedAssignment,
     Send,
     TimedOut,
@@ -56,8 +54,11 @@ from router.lifecycle import (
     WorkerLost,
 )
 from router.load import LoadBook
+from router.moves import MoveReason
+from router.occupancy import Occupancy
 from router.policy.base import Policy, RoutingSettings, WorkerView, possible_routes
 from router.pool import WorkerPool
+from router.queue import ChoiceQueue
 from router.timeline import Timeline
 
 
@@ -78,7 +79,9 @@ class Dispatcher:
     The clock measures; the loop's own (uvloop's counts milliseconds) only wakes.
     """
 
-    def __init__(self, pool: WorkerPool, policy: Policy, settings: DispatcherSettings, metrics: Metrics, clock: Clock) -> None:
+    def __init__(
+        self, pool: WorkerPool, policy: Policy, settings: DispatcherSettings, metrics: Metrics, clock: Clock, occupancy: Occupancy
+    ) -> None:
         self._pool = pool
         self._policy = policy
         self._settings = settings
@@ -89,8 +92,9 @@ class Dispatcher:
         self.timeline = Timeline()
         self._open: dict[int, Generation] = {}
         self._by_attempt: dict[AttemptId, Generation] = {}
-        self._queue: list[tuple[int, Generation]] = []
-        self._num_queued = 0
+        self._queue = ChoiceQueue(occupancy)
+        self._occupancy = occupancy
+        self._readers = Readers(self._loop)
         self._keys = itertools.count(1)
         self._attempt_ids = itertools.count(secrets.randbits(62))
         self._first_token = metrics.histogram("pd_serve_time_to_first_token_seconds")
@@ -105,11 +109,11 @@ class Dispatcher:
 
     @property
     def num_queued(self) -> int:
-        return self._num_queued
+        return len(self._queue)
 
     def is_empty(self) -> bool:
         """Nothing is left of any request."""
-        return not (self._open or self._by_attempt or self._num_queued) and self._book.is_empty()
+        return not (self._open or self._by_attempt or len(self._queue)) and self._book.is_empty()
 
     def submit(
         self,
@@ -136,7 +140,7 @@ class Dispatcher:
         for generation in starting:
             self._apply(generation, generation.lifecycle.start())
         self._pump()
-        if self._num_queued > self._settings.max_queued and any(generation.is_queued for generation in starting):
+        if self._occupancy.num_queued > self._settings.max_queued and any(generation.is_queued for generation in starting):
             for generation in generations:
                 self.cancel(generation)
             self._metrics.count("pd_serve_rejections_total", "queue_full")
@@ -171,16 +175,18 @@ class Dispatcher:
         """The hot path: once per token."""
         now = self._now()
         by_attempt = self._by_attempt
+        has_ended = False
         for token in frame.outputs:
             generation = by_attempt.get(token.attempt_id)
             if generation is None:
                 continue
-            actions = generation.lifecycle.handle(TokenArrived(peer, token), now)
-            if len(actions) == 1:
+            if generation.lifecycle.takes(peer, token):
                 self._emit(generation, token, now)
-            elif actions:
+            elif actions := generation.lifecycle.handle(TokenArrived(peer, token), now):
                 self._apply(generation, actions)
-                self._pump()
+                has_ended = True
+        if has_ended:
+            self._pump()
 
     def _attempt_frame(self, peer: PeerId, frame: Reserved | Refused | PrefillDone | Failed | Closed) -> None:
         generation = self._by_attempt.get(frame.attempt_id)
@@ -248,7 +254,7 @@ class Dispatcher:
             self._arrived(generation)
         generation.tokens.append(token)
         if generation.wakes_on_token:
-            generation.wake()
+            self._readers.wake(generation)
 
     def _arrived(self, generation: Generation) -> None:
         """The first token: the prompt is computed, and the decode worker has it."""
@@ -279,19 +285,13 @@ class Dispatcher:
             self._metrics.count("pd_serve_moves_total", reason.value)
             generation.beside = None
         generation.avoid, generation.reason = avoid, reason
-        generation.is_queued = True
-        self._num_queued += 1
-        heapq.heappush(self._queue, (generation.key, generation))
+        self._queue.push(generation)
         if reason is not MoveReason.FIRST:
             self._arm_queue_timer(generation)
 
     def _pump(self) -> None:
         """Assign whatever can be assigned now, oldest first."""
-        while self._queue:
-            generation = self._queue[0][1]
-            if not generation.is_queued:
-                heapq.heappop(self._queue)
-                continue
+        while (generation := self._queue.head()) is not None:
             lifecycle = generation.lifecycle
             demand, views = generation.demand, self._views()
             routes = possible_routes(demand, views, self._settings.routing)
@@ -299,7 +299,6 @@ class Dispatcher:
                 if self._settle_length(generation, views):
                     continue
                 return
-            heapq.heappop(self._queue)
             route = self._policy.choose(demand, routes)
             self._unqueue(generation)
             prefill = None if route.prefill is None else route.prefill.peer
@@ -331,9 +330,7 @@ class Dispatcher:
         return tuple(self._book.view(worker, self._pool.is_joining(worker)) for worker in self._pool.workers if worker.is_available)
 
     def _unqueue(self, generation: Generation) -> None:
-        if generation.is_queued:
-            generation.is_queued = False
-            self._num_queued -= 1
+        self._queue.leave(generation)
         if generation.queue_timer is not None:
             generation.queue_timer.cancel()
             generation.queue_timer = None
@@ -379,11 +376,7 @@ class Dispatcher:
         """Idempotent: out of every table. Followers of a choice that never had a token end as it did."""
         if self._open.pop(generation.key, None) is None:
             return
-        was_queued = generation.is_queued
         self._unqueue(generation)
-        if was_queued and len(self._queue) > 2 * self._num_queued + 16:
-            self._queue = [entry for entry in self._queue if entry[1].is_queued]
-            heapq.heapify(self._queue)
         self._leave_workers(generation)
         num_output_tokens = generation.lifecycle.num_output_tokens
         self._metrics.record("pd_serve_generated_tokens_total", num_output_tokens)

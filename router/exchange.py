@@ -3,6 +3,9 @@
     submit -> first token or failure -> status line -> tokens ... -> usage, [DONE]
 
 A failure before the first byte has its own status; after it, an error event ends the stream, without a finish.
+Tokens of a client that keeps up are written where they arrive, with no task between: one write for all that came together. A task sees
+to the beginning, to the end, and to a client that does not keep up.
+
 The client's going away is noticed at any moment (also while queued) and cancels every choice at once, on both legs. Whatever happens,
 when the response ends, nothing of it is left in the dispatcher and admission has been left.
 """
@@ -11,17 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from starlette.responses import Response
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pd_serve.errors import PdServeError
 from pd_serve.protocol.openai_responses import PromptTokensDetails, ResponseModel, Usage
 from pd_serve.protocol.sampling import SamplingParams
-from pd_serve.protocol.server import cut_of
+from pd_serve.protocol.server import AnswerLine, line_of
 from router.api.errors import error_response
 from router.choice import ChoiceText, Piece
 from router.generation import Generation
@@ -86,13 +88,14 @@ class ExchangeResponse(Response):
         self._max_backlog = services.config.router.max_stream_backlog_tokens
         self._is_sending = False
         """A part of the stream is on its way out: until it is, tokens pile up."""
-        self._cut: Callable[[], None] = _nothing
+        self._line: AnswerLine | None = None
+        self._is_pouring = False
+        """The stream has begun, and its task waits for news: tokens may be written without it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         code = CLIENT_CLOSED_REQUEST
-        self._cut = cut_of(scope)
-        watcher: asyncio.Future[Message] = asyncio.ensure_future(receive())
-        watcher.add_done_callback(self._client_spoke)
+        self._line = line = line_of(scope)
+        line.watch(self._client_gone)
         try:
             try:
                 self._submit()
@@ -105,7 +108,7 @@ class ExchangeResponse(Response):
                 return
             code = await (self._stream(send, self._plan.events) if self._plan.events else self._answer(scope, receive, send))
         finally:
-            watcher.cancel()
+            self._is_pouring = False
             self._cancel_all()
             self._services.admission.leave()
             self._services.metrics.count("pd_serve_requests_total", str(CLIENT_CLOSED_REQUEST if self._is_client_gone else code))
@@ -129,12 +132,32 @@ class ExchangeResponse(Response):
 
     def _woken(self) -> None:
         """A client that does not read may not make this process hold ever more for it."""
+        if self._is_pouring and self._pour():
+            return
         self._wake.set()
         if self._is_sending and sum(len(choice.generation.tokens) for choice in self._choices) > self._max_backlog:
             logger.warning("%s cut: the client does not read its stream", self._plan.response_id)
-            self._is_client_gone = True
-            self._cancel_all()
-            self._cut()
+            self._client_gone()
+            assert self._line is not None
+            self._line.cut()
+
+    def _pour(self) -> bool:
+        """Write what has come. False: there is more to do than that, or the client does not keep up; the task sees to it."""
+        line, events = self._line, self._plan.events
+        if line is None or events is None or not line.is_clear:
+            return False
+        for choice in self._choices:
+            if choice.generation.finish is not None or choice.generation.error is not None:
+                return False
+        out: list[bytes] = []
+        is_over = False
+        for index, choice in enumerate(self._choices):
+            if choice.generation.tokens and not choice.is_over:
+                self._write_choice(out, events, index, choice)
+                is_over = is_over or choice.is_over
+        if part := b"".join(out):
+            line.write(part)
+        return not is_over
 
     def _raise_failure(self) -> None:
         for choice in self._choices:
@@ -145,13 +168,10 @@ class ExchangeResponse(Response):
         for choice in self._choices:
             self._services.dispatcher.cancel(choice.generation)
 
-    def _client_spoke(self, message: asyncio.Future[Message]) -> None:
-        """After the body, all a client can say is that it is gone."""
-        if not message.cancelled():
-            message.exception()  # retrieved: a connection that broke says no more than one that was closed
-            self._is_client_gone = True
-            self._cancel_all()
-            self._wake.set()
+    def _client_gone(self) -> None:
+        self._is_client_gone = True
+        self._cancel_all()
+        self._wake.set()
 
     def _drain(self, choice: ChoiceState) -> list[Piece]:
         """Pieces of the tokens that came since; marks the choice over, and cancels it when a stop string was found."""
@@ -246,7 +266,9 @@ class ExchangeResponse(Response):
                 self._is_sending = False
             if is_last:
                 return 200
+            self._is_pouring = True
             await self._news()
+            self._is_pouring = False
         return CLIENT_CLOSED_REQUEST
 
     def _write_choice(self, out: list[bytes], events: EventWriter, index: int, choice: ChoiceState) -> None:
@@ -257,10 +279,6 @@ class ExchangeResponse(Response):
             out.append(events.piece(index, piece))
         if choice.text.finish_reason is not None:
             out.append(events.finish(index, choice.text.finish_reason))
-
-
-def _nothing() -> None:
-    return None
 
 
 def _headers(response_id: str, content_type: bytes, content_length: int | None) -> list[tuple[bytes, bytes]]:

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pd_serve.errors import PdServeError
 from pd_serve.ids import AttemptId, PeerId
 from pd_serve.protocol.link import FinishReason, TokenOutput
-from router.lifecycle import Lifecycle, MoveReason
+from router.lifecycle import Lifecycle
+from router.moves import MoveReason
 from router.policy.base import Demand
 
 
@@ -34,6 +35,8 @@ class Generation:
     avoid: frozenset[PeerId] = frozenset()
     reason: MoveReason = MoveReason.FIRST
     is_queued: bool = False
+    is_woken: bool = False
+    """Its reader is about to be told of tokens."""
     attempt_id: AttemptId | None = None
     charged: tuple[PeerId, ...] = ()
     submitted_at: float = 0.0
@@ -58,3 +61,26 @@ class Generation:
         self.max_tokens = max_tokens
         self.lifecycle.limit_output(max_tokens)
         return True
+
+
+class Readers:
+    """Wakes readers of tokens, each once for all that one look at the links has brought: one that is behind finds several together."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._woken: list[Generation] = []
+
+    def wake(self, generation: Generation) -> None:
+        """Before the event loop's next look. On the path of every token."""
+        if generation.is_woken:
+            return
+        generation.is_woken = True
+        if not self._woken:
+            self._loop.call_soon(self._wake_all)
+        self._woken.append(generation)
+
+    def _wake_all(self) -> None:
+        woken, self._woken = self._woken, []
+        for generation in woken:
+            generation.is_woken = False
+            generation.wake()

@@ -19,25 +19,12 @@ from enum import Enum, auto
 
 import msgspec
 
-from pd_serve.errors import (
-    AttemptError,
-    ContextLengthError,
-    EngineError,
-    InvalidRequestError,
-    NoCapacityError,
-    NoWorkerError,
-    PdServeError,
-    PeerLostError,
-    PreemptedError,
-    TransferError,
-    UnavailableError,
-)
+from pd_serve.errors import AttemptError, ContextLengthError, InvalidRequestError, NoWorkerError, PdServeError, UnavailableError
 from pd_serve.ids import AttemptId, PeerId
 from pd_serve.protocol.link import (
     Cancel,
     Closed,
     Failed,
-    FailureReason,
     FinishReason,
     Open,
     Prefill,
@@ -49,6 +36,7 @@ from pd_serve.protocol.link import (
     TokenOutput,
 )
 from pd_serve.protocol.sampling import SamplingParams
+from router.moves import ERRORS, MOVE_REASONS, ORDERLY, PARTNER_FAULTS, REFUSALS, MoveReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,20 +101,6 @@ Event = Assigned | FrameArrived | TokenArrived | WorkerLost | CancelRequested | 
 # ---- actions
 
 
-class MoveReason(Enum):
-    """Why an assignment is needed: label of pd_serve_moves_total for all but FIRST and NO_CAPACITY."""
-
-    FIRST = "first"
-    NO_CAPACITY = "no_capacity"
-    PREEMPTED = "preempted"
-    DRAINING = "draining"
-    TRANSFER = "transfer_failed"
-    PEER_LOST = "peer_lost"
-    TIMEOUT = "timeout"
-    ENGINE = "engine_error"
-    REFUSED = "refused"
-
-
 @dataclass(frozen=True, slots=True)
 class Send:
     peer: PeerId
@@ -185,32 +159,6 @@ class _Attempt:
     prefill_leg: _Leg = _Leg.UNTOLD
     has_spoken: bool = False
     """Decode has sent a token."""
-
-
-_MOVE_REASONS = {
-    FailureReason.PREEMPTED: MoveReason.PREEMPTED,
-    FailureReason.TRANSFER: MoveReason.TRANSFER,
-    FailureReason.PEER_LOST: MoveReason.PEER_LOST,
-    FailureReason.TIMEOUT: MoveReason.TIMEOUT,
-    FailureReason.ENGINE: MoveReason.ENGINE,
-    FailureReason.REFUSED: MoveReason.REFUSED,
-    FailureReason.DRAINING: MoveReason.DRAINING,
-}
-_REFUSALS = {
-    RefusalReason.NO_CAPACITY: MoveReason.NO_CAPACITY,
-    RefusalReason.NOT_JOINED: MoveReason.PEER_LOST,
-    RefusalReason.DRAINING: MoveReason.DRAINING,
-    RefusalReason.DUPLICATE: MoveReason.REFUSED,
-}
-_ORDERLY = frozenset({MoveReason.NO_CAPACITY, MoveReason.PREEMPTED, MoveReason.DRAINING})
-_PARTNER_FAULTS = frozenset({MoveReason.TRANSFER, MoveReason.PEER_LOST, MoveReason.TIMEOUT})
-_ERRORS: dict[MoveReason, type[AttemptError]] = {
-    MoveReason.NO_CAPACITY: NoCapacityError,
-    MoveReason.PREEMPTED: PreemptedError,
-    MoveReason.TRANSFER: TransferError,
-    MoveReason.PEER_LOST: PeerLostError,
-    MoveReason.ENGINE: EngineError,
-}
 
 
 class Lifecycle:
@@ -315,7 +263,7 @@ class Lifecycle:
             case Refused(reason=reason, detail=detail):
                 return self._on_refused(attempt, reason, detail) if from_decode else ()
             case Failed(reason=failure, detail=detail):
-                return self._leg_failed(attempt, peer, _MOVE_REASONS[failure], detail)
+                return self._leg_failed(attempt, peer, MOVE_REASONS[failure], detail)
             case Closed():
                 return self._leg_failed(attempt, peer, MoveReason.REFUSED, "the worker closed the attempt unasked")
 
@@ -334,7 +282,7 @@ class Lifecycle:
         if reason is RefusalReason.INVALID:
             return (*self._end(), GaveUp(InvalidRequestError(detail)))
         blamed = attempt.prefill if reason is RefusalReason.NOT_JOINED and attempt.prefill else attempt.decode
-        return self._move(_REFUSALS[reason], blamed, detail)
+        return self._move(REFUSALS[reason], blamed, detail)
 
     def _leg_failed(self, attempt: _Attempt, peer: PeerId, reason: MoveReason, detail: str) -> tuple[Action, ...]:
         """A worker that tells of a transfer gone wrong blames its partner."""
@@ -342,18 +290,28 @@ class Lifecycle:
             attempt.decode_leg, partner = _Leg.ENDED, attempt.prefill
         else:
             attempt.prefill_leg, partner = _Leg.ENDED, attempt.decode
-        return self._move(reason, partner if partner and reason in _PARTNER_FAULTS else peer, detail)
+        return self._move(reason, partner if partner and reason in PARTNER_FAULTS else peer, detail)
 
-    def _on_token(self, peer: PeerId, token: TokenOutput) -> tuple[Action, ...]:
+    def takes(self, peer: PeerId, token: TokenOutput) -> bool:
+        """The common case of TokenArrived, once per token of every request: True when all there is to do is to emit the token, which has
+        been taken. False: nothing has changed, `handle` knows what to do.
+        """
         attempt = self._attempt
-        if attempt is None or token.attempt_id != attempt.attempt_id or peer != attempt.decode:
-            return ()
+        if attempt is None or token.finish is not None or token.attempt_id != attempt.attempt_id or peer != attempt.decode:
+            return False
         self._token_ids.append(token.token_id)
         attempt.has_spoken = True
         attempt.prefill_leg = _Leg.ENDED  # a token means that all KV has arrived
-        if token.finish is None:
+        return True
+
+    def _on_token(self, peer: PeerId, token: TokenOutput) -> tuple[Action, ...]:
+        if self.takes(peer, token):
             return (Emit(token),)
-        attempt.decode_leg = _Leg.ENDED
+        attempt = self._attempt
+        if attempt is None or token.finish is None or token.attempt_id != attempt.attempt_id or peer != attempt.decode:
+            return ()
+        self._token_ids.append(token.token_id)
+        attempt.decode_leg = attempt.prefill_leg = _Leg.ENDED
         return (Emit(token), *self._end(), Finished(token.finish))
 
     def _on_handover_timed_out(self, attempt_id: AttemptId) -> tuple[Action, ...]:
@@ -376,11 +334,11 @@ class Lifecycle:
 
     def _move(self, reason: MoveReason, blamed: PeerId, detail: str) -> tuple[Action, ...]:
         """Leave the attempt and ask for another place, or give up when faults have used up the moves."""
-        if reason not in _ORDERLY:
+        if reason not in ORDERLY:
             self._faults += 1
             self._suspects |= {blamed}
         if self._faults > self._settings.max_moves:
-            return (*self._end(), GaveUp(_ERRORS.get(reason, AttemptError)(detail)))
+            return (*self._end(), GaveUp(ERRORS.get(reason, AttemptError)(detail)))
         return (*self._leave_attempt(), NeedAssignment(self._suspects | {blamed}, reason))
 
     def _end(self) -> tuple[Action, ...]:

@@ -2,10 +2,13 @@
 
 Open sent ---- Reserved ---- next Load of decode        uncovered until here: the report cannot know of it yet
 Prefill sent ---- first Load later than REPORT_LAG_S    uncovered until here
+
+Sums are kept, not made: a look at a worker costs the same however many requests it has, and a report only what it covers.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from pd_serve.ids import PeerId
@@ -22,13 +25,67 @@ class _Charge:
     num_tokens: int
     told_at: float | None = None
     """When the worker certainly had been told (decode: Reserved arrived; prefill: Prefill sent)."""
-    is_covered: bool = False
+
+
+class _Charges:
+    """What one worker was sent in one role, by key of the choice."""
+
+    def __init__(self) -> None:
+        self._charges: dict[int, _Charge] = {}
+        self._uncovered: dict[int, _Charge] = {}
+        self._block_size = 0
+        self._num_uncovered_blocks = 0
+        self.num_tokens = 0
+        self.num_uncovered_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._charges)
+
+    def add(self, key: int, num_tokens: int) -> None:
+        self.pop(key)
+        self._charges[key] = self._uncovered[key] = _Charge(num_tokens)
+        self.num_tokens += num_tokens
+        self._count_uncovered(num_tokens, 1)
+
+    def pop(self, key: int) -> None:
+        """Idempotent."""
+        charge = self._charges.pop(key, None)
+        if charge is not None:
+            self.num_tokens -= charge.num_tokens
+            if self._uncovered.pop(key, None) is not None:
+                self._count_uncovered(charge.num_tokens, -1)
+
+    def told(self, key: int, now: float) -> None:
+        charge = self._charges.get(key)
+        if charge is not None:
+            charge.told_at = now
+
+    def cover(self, told_before: Callable[[float], bool]) -> None:
+        """A report has come that knows of what was told at such a time."""
+        known = [key for key, charge in self._uncovered.items() if charge.told_at is not None and told_before(charge.told_at)]
+        for key in known:
+            self._count_uncovered(self._uncovered.pop(key).num_tokens, -1)
+
+    def num_uncovered_blocks(self, block_size: int) -> int:
+        """Every uncovered request rounded up to whole blocks, with room for a token more."""
+        if block_size != self._block_size:
+            self._block_size = block_size
+            self._num_uncovered_blocks = sum(self._num_blocks(charge.num_tokens) for charge in self._uncovered.values())
+        return self._num_uncovered_blocks
+
+    def _count_uncovered(self, num_tokens: int, sign: int) -> None:
+        self.num_uncovered_tokens += sign * num_tokens
+        if self._block_size:
+            self._num_uncovered_blocks += sign * self._num_blocks(num_tokens)
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-(num_tokens + 1) // self._block_size)
 
 
 @dataclass(slots=True)
 class _Worker:
-    prefill: dict[int, _Charge] = field(default_factory=dict)
-    decode: dict[int, _Charge] = field(default_factory=dict)
+    prefill: _Charges = field(default_factory=_Charges)
+    decode: _Charges = field(default_factory=_Charges)
     has_refused: bool = False
     """It refused for want of room, and has not reported since."""
 
@@ -41,27 +98,26 @@ class LoadBook:
 
     def charge(self, key: int, prefill: PeerId | None, decode: PeerId, num_tokens: int) -> None:
         """A request was assigned. A prompt computed by the decode worker counts as prefill there."""
-        self._worker(decode).decode[key] = _Charge(num_tokens)
-        self._worker(prefill or decode).prefill[key] = _Charge(num_tokens)
+        self._worker(decode).decode.add(key, num_tokens)
+        self._worker(prefill or decode).prefill.add(key, num_tokens)
 
     def told(self, key: int, peer: PeerId, now: float) -> None:
         """The worker has been told (decode: it has answered Reserved; prefill: Prefill was sent)."""
         worker = self._worker(peer)
-        for charge in (worker.prefill.get(key), worker.decode.get(key)):
-            if charge is not None:
-                charge.told_at = now
+        worker.prefill.told(key, now)
+        worker.decode.told(key, now)
 
     def prefilled(self, key: int, peer: PeerId) -> None:
         """The prompt is computed. Idempotent."""
-        self._worker(peer).prefill.pop(key, None)
+        self._worker(peer).prefill.pop(key)
 
     def release(self, key: int, peers: tuple[PeerId, ...]) -> None:
         """The request left these workers. Idempotent."""
         for peer in peers:
             worker = self._workers.get(peer)
             if worker is not None:
-                worker.prefill.pop(key, None)
-                worker.decode.pop(key, None)
+                worker.prefill.pop(key)
+                worker.decode.pop(key)
 
     def refused(self, peer: PeerId) -> None:
         """No room there until its next report."""
@@ -70,26 +126,21 @@ class LoadBook:
     def reported(self, peer: PeerId, now: float) -> None:
         worker = self._worker(peer)
         worker.has_refused = False
-        for charge in worker.decode.values():
-            charge.is_covered = charge.is_covered or charge.told_at is not None
-        for charge in worker.prefill.values():
-            charge.is_covered = charge.is_covered or (charge.told_at is not None and now - charge.told_at > REPORT_LAG_S)
+        worker.decode.cover(lambda told_at: True)
+        worker.prefill.cover(lambda told_at: now - told_at > REPORT_LAG_S)
 
     def forget(self, peer: PeerId) -> None:
         self._workers.pop(peer, None)
 
     def prefill_backlog_tokens(self, peer: PeerId, load: Load) -> int:
         """What the worker reports and what it cannot know yet, but never more than our own unless other routers send there too."""
-        charges = self._worker(peer).prefill.values()
-        own = sum(charge.num_tokens for charge in charges)
-        uncovered = sum(charge.num_tokens for charge in charges if not charge.is_covered)
+        charges = self._worker(peer).prefill
+        own, uncovered = charges.num_tokens, charges.num_uncovered_tokens
         return max(load.prefill_queue_tokens, min(own, load.prefill_queue_tokens + uncovered))
 
     def decode_tokens(self, peer: PeerId, load: Load) -> int:
-        charges = self._worker(peer).decode.values()
-        own = sum(charge.num_tokens for charge in charges)
-        uncovered = sum(charge.num_tokens for charge in charges if not charge.is_covered)
-        return max(own, load.decode_context_tokens + uncovered)
+        charges = self._worker(peer).decode
+        return max(charges.num_tokens, load.decode_context_tokens + charges.num_uncovered_tokens)
 
     def num_sequences(self, peer: PeerId, load: Load) -> int:
         return max(len(self._worker(peer).decode), load.running + load.waiting)
@@ -99,8 +150,7 @@ class LoadBook:
         worker = self._worker(peer)
         if worker.has_refused:
             return 0
-        uncovered = sum(-(-(charge.num_tokens + 1) // block_size) for charge in worker.decode.values() if not charge.is_covered)
-        return (load.blocks.free + load.blocks.cached - uncovered) * block_size
+        return (load.blocks.free + load.blocks.cached - worker.decode.num_uncovered_blocks(block_size)) * block_size
 
     def view(self, worker: LinkedWorker, is_joining: bool) -> WorkerView:
         """The worker as a policy sees it."""
@@ -119,7 +169,7 @@ class LoadBook:
         )
 
     def is_empty(self) -> bool:
-        return not any(worker.prefill or worker.decode for worker in self._workers.values())
+        return not any(len(worker.prefill) or len(worker.decode) for worker in self._workers.values())
 
     def _worker(self, peer: PeerId) -> _Worker:
         worker = self._workers.get(peer)

@@ -35,8 +35,10 @@ from router.api.chat import chat_route
 from router.api.completions import completions_route
 from router.api.errors import on_bug, on_error, on_http_exception
 from router.api.openapi import openapi_route
+from router.app import RouterApp
 from router.dispatcher import Dispatcher, DispatcherSettings
 from router.lifecycle import LifecycleSettings
+from router.occupancy import OwnOccupancy
 from router.policy.base import RoutingSettings
 from router.policy.registry import new_policy
 from router.pool import PoolSettings, WorkerPool
@@ -78,8 +80,9 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
             services.dispatcher.close(NoWorkerError("the router is shutting down"))
             await services.pool.close()
 
-    app = FastAPI(title="pd-serve", lifespan=lifespan, openapi_url=None)
-    app.router.routes[:] = [chat_route(), completions_route()]
+    routes = (chat_route(), completions_route())
+    app = RouterApp({route.path: route.app for route in routes}, title="pd-serve", lifespan=lifespan, openapi_url=None)
+    app.router.routes[:] = routes
     for module in (models, ops, internal):
         app.include_router(module.router)
     app.router.routes.append(openapi_route(app.routes, config.router, config.security))
@@ -180,6 +183,7 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int) -> Servi
     """Within the event loop: the dispatcher and the pool live on it."""
     router = config.router
     router_id = RouterId(f"router-{secrets.token_hex(6)}")
+    occupancy = OwnOccupancy()
     metrics = Metrics(CollectorRegistry(), Side.ROUTER)
     pool = WorkerPool(
         PoolSettings(
@@ -205,7 +209,7 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int) -> Servi
         max_model_len=max_model_len,
         codec=codec,
         metrics=metrics,
-        admission=Admission(router.max_open_requests, config.security.api_keys, metrics),
+        admission=Admission(router.max_open_requests, config.security.api_keys, metrics, occupancy),
         pool=pool,
-        dispatcher=Dispatcher(pool, new_policy(router.policy), settings, metrics, MonotonicClock()),
+        dispatcher=Dispatcher(pool, new_policy(router.policy), settings, metrics, MonotonicClock(), occupancy),
     )

@@ -226,7 +226,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "deaf-to-the-client": Mutation(
         "router/exchange.py",
-        "watcher.add_done_callback(self._client_spoke)",
+        "line.watch(self._client_gone)",
         "pass",
         _ROUTER + "test_failures.py::test_client_that_goes_away_leaves_nothing",
     ),
@@ -244,7 +244,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "abandoned-requests-go-on": Mutation(
         "router/exchange.py",
-        "watcher.add_done_callback(self._client_spoke)",
+        "line.watch(self._client_gone)",
         "pass",
         _CLASSES + "test_overload_by_impatient_clients_leaves_an_idle_system",
     ),
@@ -268,7 +268,7 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "new-worker-looks-empty": Mutation(
         "router/load.py",
-        "self._worker(decode).decode[key] = _Charge(num_tokens)",
+        "self._worker(decode).decode.add(key, num_tokens)",
         "pass",
         _ROUTER + "test_routing.py::test_new_empty_worker_is_not_flooded",
     ),

@@ -20,10 +20,10 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-CUT_EXTENSION = "pd_serve.cut"
-"""ASGI extension: a function without arguments that ends the connection at once, whatever still waits to be sent."""
+LINE_EXTENSION = "pd_serve.line"
+"""ASGI extension: the AnswerLine of the request."""
 
 _LINGER_S = 1.0
 """For a client to read why it was refused, while what it still sends is thrown away."""
@@ -44,6 +44,51 @@ class ServerLimits:
     stall_timeout_s: float
 
 
+class AnswerLine:
+    """The way of one answer to its client, with no task between: what an app may use beside ASGI's `receive` and `send`."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+        self._on_gone: Callable[[], None] = _nothing
+
+    @property
+    def has_begun(self) -> bool:
+        """The head of the answer has been sent."""
+        return bool(self._cycle.response_started)
+
+    @property
+    def is_over(self) -> bool:
+        """The whole answer has been sent, or its client is gone."""
+        return self._cycle.response_complete or self._cycle.disconnected
+
+    @property
+    def is_clear(self) -> bool:
+        """The client keeps up, as far as can be seen: what is written now does not wait behind much."""
+        return not (self._cycle.flow.write_paused or self.is_over)
+
+    def write(self, part: bytes) -> None:
+        """Send a part of a body that has begun without an announced length. Precondition: is_clear; else `send` waits for the client."""
+        assert self._cycle.chunked_encoding
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+
+    def watch(self, on_gone: Callable[[], None]) -> None:
+        """`on_gone` is called once, when the client goes before its answer is complete: now, if it has gone already."""
+        self._on_gone = on_gone
+        if self._cycle.disconnected:
+            self.lost()
+
+    def lost(self) -> None:
+        """The client is gone. Idempotent."""
+        on_gone, self._on_gone = self._on_gone, _nothing
+        if not self._cycle.response_complete:
+            self._cycle.disconnected = True
+            on_gone()
+
+    def cut(self) -> None:
+        """End the connection at once, whatever still waits to be sent."""
+        self._cycle.transport.abort()
+
+
 class BoundedHttpProtocol(HttpToolsProtocol):
     """One connection of a client."""
 
@@ -58,6 +103,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._is_refused = False
         self._read_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
+        self._lines: list[AnswerLine] = []
+        """Of the requests that are not answered yet: one, unless the client sends more before it has read."""
 
     # ---- connection
 
@@ -73,6 +120,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         _cancel(self._stall_timer)
         self._read_timer = self._stall_timer = None
         super().connection_lost(exc)
+        self._lose_lines()
 
     def data_received(self, data: bytes) -> None:
         if self._is_refused:
@@ -98,6 +146,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         if self.transport.is_closing():
             self.loop.call_later(self._limits.stall_timeout_s, self.transport.abort)
+        self._lines = [line for line in self._lines if not line.is_over]
         super().on_response_complete()
 
     # ---- parser
@@ -105,9 +154,16 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_nbytes = 0
-        self.scope["extensions"] = {CUT_EXTENSION: {"cut": self.transport.abort}}
         if self._read_timer is None:
             self._await_request()
+
+    def on_headers_complete(self) -> None:
+        before = self.cycle
+        super().on_headers_complete()
+        if self.cycle is not None and self.cycle is not before:
+            line = AnswerLine(self.cycle)
+            self.scope["extensions"] = {LINE_EXTENSION: {"line": line}}
+            self._lines.append(line)
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
@@ -166,6 +222,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if cycle is not None:
             cycle.disconnected = True
             cycle.message_event.set()
+        self._lose_lines()
         if is_answering and cycle.response_started:
             transport.abort()
             return
@@ -173,6 +230,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if transport.can_write_eof():
             transport.write_eof()
         self.loop.call_later(_LINGER_S, transport.abort)
+
+    def _lose_lines(self) -> None:
+        lines, self._lines = self._lines, []
+        for line in lines:
+            line.lost()
 
 
 def server_config(app: Any, limits: ServerLimits, tls: ssl.SSLContext | None = None, **settings: Any) -> uvicorn.Config:
@@ -190,11 +252,10 @@ def server_config(app: Any, limits: ServerLimits, tls: ssl.SSLContext | None = N
     )
 
 
-def cut_of(scope: MutableMapping[str, Any]) -> Callable[[], None]:
-    """Ends the connection at once; nothing where another server runs the app."""
-    extension = scope.get("extensions", {}).get(CUT_EXTENSION)
-    cut: Callable[[], None] = extension["cut"] if extension else _nothing
-    return cut
+def line_of(scope: MutableMapping[str, Any]) -> AnswerLine:
+    """Precondition: the app runs under `server_config`."""
+    line: AnswerLine = scope["extensions"][LINE_EXTENSION]["line"]
+    return line
 
 
 def _nothing() -> None:
