@@ -22,19 +22,21 @@ import psutil
 from pd_serve.child_process import die_with_parent
 from pd_serve.config import SecurityConfig
 from pd_serve.tls import client_tls
-from tests.ports import free_port
+from tests.patience import PATIENCE_S, Waiting
+from tests.ports import free_port, free_ports
 
 START_TIMEOUT_S = 120.0
 CLEAN_TIMEOUT_S = 5.0
 
 
 def wait_until(condition: Any, timeout_s: float, what: str, interval_s: float = 0.05) -> Any:
-    deadline = time.monotonic() + timeout_s
+    """The first true value of the condition. AssertionError after that many seconds of waiting (tests/patience.py)."""
+    waiting = Waiting(timeout_s, interval_s)
     while True:
         value = condition()
         if value:
             return value
-        if time.monotonic() > deadline:
+        if waiting.is_over():
             raise AssertionError(f"not within {timeout_s} s: {what}")
         time.sleep(interval_s)
 
@@ -81,7 +83,7 @@ class Cluster:
         command += ["--dtype", self.dtype, "--device", self.device, "--log-dir", str(self.log_dir)]
         if self.restart:
             command.append("--restart")
-        for key, value in self.settings.items():
+        for key, value in (self._ports() | self.settings).items():
             command += ["--set", f"{key}={value}"]
         env = dict(os.environ, OMP_WAIT_POLICY="PASSIVE")
         with (self.log_dir / "up.log").open("w") as log:
@@ -100,6 +102,11 @@ class Cluster:
             self.kill()
             raise AssertionError(f"{error}\n{self.log}") from None
         return self
+
+    def _ports(self) -> dict[str, str]:
+        """Settings that give every worker a port which nobody takes before it listens."""
+        counts = {"prefill": self.prefill, "decode": self.decode, "colocated": self.colocated}
+        return {f"{role}.worker.port": str(free_ports(count)[0]) for role, count in counts.items() if count}
 
     def _ready(self) -> bool:
         assert self.process is not None
@@ -123,7 +130,7 @@ class Cluster:
         return workers
 
     def status(self) -> dict[str, Any]:
-        reply = httpx.get(f"{self.url}/internal/v1/status", headers=self.secret_header, timeout=5, verify=self.tls)
+        reply = httpx.get(f"{self.url}/internal/v1/status", headers=self.secret_header, timeout=PATIENCE_S, verify=self.tls)
         reply.raise_for_status()
         status: dict[str, Any] = reply.json()
         return status
@@ -141,7 +148,7 @@ class Cluster:
     def metric(self, address: str, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry the given labels, read from a process's /metrics."""
         total = 0.0
-        for line in httpx.get(f"{address}/metrics", timeout=5, verify=self.tls).text.splitlines():
+        for line in httpx.get(f"{address}/metrics", timeout=PATIENCE_S, verify=self.tls).text.splitlines():
             head, _, value = line.rpartition(" ")
             sample, _, label_text = head.partition("{")
             if sample == name and all(f'{key}="{wanted}"' in label_text for key, wanted in labels.items()):
@@ -172,11 +179,11 @@ class Cluster:
         family = psutil.Process(self.process.pid).children(recursive=True)
         self.process.send_signal(signal.SIGINT)
         try:
-            code = self.process.wait(timeout=45)
+            code = self.process.wait(timeout=PATIENCE_S)
         except subprocess.TimeoutExpired:
             self.kill()
-            raise AssertionError(f"pd-serve up did not stop within 45 s\n{self.log}") from None
-        _, alive = psutil.wait_procs(family, timeout=5)
+            raise AssertionError(f"pd-serve up did not stop within {PATIENCE_S} s\n{self.log}") from None
+        _, alive = psutil.wait_procs(family, timeout=PATIENCE_S)
         assert not alive, f"left running: {alive}\n{self.log}"
         assert code == 0, f"pd-serve up exited with {code}\n{self.log}"
 

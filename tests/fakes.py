@@ -21,7 +21,9 @@ from pd_serve.protocol.link import BlockCounts, Load, PeerInfo, PeerState, Role,
 from pd_serve.protocol.sampling import SamplingParams
 from pd_serve.protocol.server import ServerLimits, server_config
 from pd_serve.wire import PROTOCOL_VERSION
+from tests.patience import Waiting
 
+_STEP_S = 0.002
 EOS_ID = 0
 VOCAB_SIZE = 260
 """Of `write_tokenizer`: three special tokens, a word token, and the 256 bytes."""
@@ -148,10 +150,10 @@ async def serving(
             if task.done():
                 await task
                 raise AssertionError("the server did not start")
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(_STEP_S)
         yield http_address("127.0.0.1", listener.getsockname()[1], tls is not None)
     finally:
-        server.should_exit = True
+        server.end()
         await task
         listener.close()
 
@@ -164,7 +166,34 @@ def loopback_listener(port: int = 0) -> socket:
 
 
 class _Server(uvicorn.Server):
-    """Leaves the test runner's signals alone."""
+    """Leaves the test runner's signals alone, and is ended by end(): uvicorn itself looks every tenth of a second whether it shall."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._is_over = asyncio.Event()
+
+    def end(self) -> None:
+        self._is_over.set()
 
     async def serve(self, sockets: list[socket] | None = None) -> None:
         await self._serve(sockets)
+
+    async def main_loop(self) -> None:
+        await self.on_tick(0)
+        await self._is_over.wait()
+
+    async def shutdown(self, sockets: list[socket] | None = None) -> None:
+        """As uvicorn's, in steps of milliseconds."""
+        for server in self.servers:
+            server.close()
+        for listener in sockets or ():
+            listener.close()
+        state = self.server_state
+        for connection in list(state.connections):
+            connection.shutdown()
+        waiting = Waiting(float(self.config.timeout_graceful_shutdown or 0), _STEP_S)
+        while (state.connections or state.tasks) and not waiting.is_over():  # noqa: ASYNC110 - uvicorn has no event for it
+            await asyncio.sleep(_STEP_S)
+        for task in state.tasks:
+            task.cancel()
+        await self.lifespan.shutdown()

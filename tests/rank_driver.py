@@ -33,6 +33,7 @@ from pd_serve.protocol.link import (
     rank_codec,
 )
 from pd_serve.protocol.sampling import SamplingParams
+from tests.patience import PATIENCE_S
 
 LINK = LinkId(1)
 _LENGTH = struct.Struct("<I")
@@ -42,7 +43,7 @@ F = TypeVar("F")
 class RankDriver:
     """One rank, one link. Steps are kept split, one output each; `reports` collects what is not for a router."""
 
-    def __init__(self, connection: socket.socket, timeout_s: float = 10.0) -> None:
+    def __init__(self, connection: socket.socket, timeout_s: float = PATIENCE_S) -> None:
         self._socket = connection
         self.timeout_s = timeout_s
         self._decode = rank_codec().decode

@@ -14,6 +14,7 @@ from pd_serve.protocol.link import Lease
 from pd_serve.protocol.notify import Completed
 from pd_serve.transport.base import PeerJoined, WriteWindow
 from pd_serve.transport.registry import TransportFactory
+from tests.patience import PATIENCE_S
 from tests.transport_nodes import POOL_NBYTES, ops, pattern, peer_id, settings_for
 from workers.events import AddPeer, FlushDone, FlushThenNotify, OpenWindow, PushPlan, TransportReported, WindowOpened
 from workers.transport_commands import AllocatePool, TransportOutput, TransportReady
@@ -22,6 +23,8 @@ from workers.transport_thread import TransportThread
 NUM_LAYERS = 4
 STRIDE = POOL_NBYTES // NUM_LAYERS
 CHUNK = 8192
+STOP_S = 20.0
+"""For TransportThread.stop: half of it for what is outstanding."""
 T = TypeVar("T")
 
 
@@ -33,11 +36,11 @@ class Rank:
         self.outputs: queue.Queue[TransportOutput] = queue.Queue()
         self.seen: list[TransportOutput] = []
         self.thread = TransportThread(factory, settings_for(self.peer, lanes), self.outputs.put, num_traces=num_traces)
-        self.ready: TransportReady = self.thread.start(AllocatePool(POOL_NBYTES), 5.0)
+        self.ready: TransportReady = self.thread.start(AllocatePool(POOL_NBYTES), PATIENCE_S)
         assert self.ready.region.buffer is not None
         self.memory = np.frombuffer(self.ready.region.buffer, np.uint8)
 
-    def expect(self, kind: type[T], accept: Callable[[T], bool] = lambda _: True, timeout_s: float = 5.0) -> T:
+    def expect(self, kind: type[T], accept: Callable[[T], bool] = lambda _: True, timeout_s: float = PATIENCE_S) -> T:
         """The next output of that kind that is accepted; the others are kept in `seen`."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -96,11 +99,11 @@ class Pair:
         ]
 
 
-def idle_share(num_windows: int = 3, window_s: float = 0.4) -> float:
-    """Least share of one core that this process used in one of some windows of sleep: the others may hold a garbage collection."""
-    shares = []
+def is_idle(share: float, num_windows: int = 8, window_s: float = 0.4) -> bool:
+    """Whether this process uses less than that share of a core in one of some windows of sleep: others may hold a garbage collection."""
     for _ in range(num_windows):
         started, before = time.monotonic(), time.process_time()
         time.sleep(window_s)
-        shares.append((time.process_time() - before) / (time.monotonic() - started))
-    return min(shares)
+        if time.process_time() - before < share * (time.monotonic() - started):
+            return True
+    return False

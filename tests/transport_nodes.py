@@ -25,6 +25,7 @@ from pd_serve.transport.base import (
     WriteWindow,
 )
 from pd_serve.transport.registry import TransportFactory
+from tests.patience import PATIENCE_S
 
 POOL_NBYTES = 1 << 20
 LEASE = LeaseId(7)
@@ -141,7 +142,7 @@ class Nodes:
         pairs = [(node, other.peer) for node in nodes for other in nodes if other is not node]
         self.pump(lambda: all(node.has_joined(peer) for node, peer in pairs), "everybody joins", nodes)
 
-    def pump(self, until: Callable[[], bool], what: str, nodes: Sequence[Node] | None = None, timeout_s: float = 10.0) -> None:
+    def pump(self, until: Callable[[], bool], what: str, nodes: Sequence[Node] | None = None, timeout_s: float = PATIENCE_S) -> None:
         """Progress the nodes in turn until the condition holds; AssertionError naming `what` if it does not in time."""
         deadline = time.monotonic() + timeout_s
         while not until():

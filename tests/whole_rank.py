@@ -18,7 +18,9 @@ from pd_serve.transport.loopback import LoopbackTransport
 from pd_serve.transport.loopback_fabric import LoopbackFabric
 from pd_serve.transport.registry import TransportFactory
 from tests.fake_engine import VOCAB_SIZE, FakeRunner, small_layout
+from tests.patience import PATIENCE_S
 from tests.rank_driver import RankDriver
+from tests.rank_threads import STOP_S
 from workers.control_loop import ControlLoop, RankParts
 from workers.engine_thread import EngineThread, LayerHook
 from workers.front_socket import FrontSocket
@@ -43,15 +45,15 @@ class Rank:
     near: socket.socket
 
     def join(self) -> int:
-        self.thread.join(10)
+        self.thread.join(PATIENCE_S)
         assert not self.thread.is_alive()
         return self.exit_codes[0]
 
     def close(self) -> None:
         self.near.close()
         self.join()
-        assert self.parts.engine.stop(5)
-        assert self.parts.transport.stop(5)
+        assert self.parts.engine.stop(PATIENCE_S)
+        assert self.parts.transport.stop(STOP_S)
         self.parts.front.close()
         self.parts.inbox.close()
 
@@ -72,7 +74,7 @@ def start_rank(
     engine = EngineThread(inbox.put, clock)
     settings = TransportSettings(self_id=peer, secret=b"s", host="127.0.0.1", host_id="here", lanes=lanes, probe_nbytes=4096)
     transport = TransportThread(make(lambda s, sink: LoopbackTransport(s, sink, fabric)), settings, inbox.put)
-    ready = transport.start(AllocatePool(layout.pool_nbytes), 5.0)
+    ready = transport.start(AllocatePool(layout.pool_nbytes), PATIENCE_S)
     assert ready.region.buffer is not None
     runner = FakeRunner(layout, ready.region.buffer, gate)
     engine.start()

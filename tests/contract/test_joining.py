@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from pd_serve.transport.base import PeerJoined, PeerLost, PeerRefused
 from tests.transport_nodes import POOL_NBYTES, Nodes, ops, peer_id
 
@@ -77,14 +75,12 @@ def test_nothing_passes_to_a_peer_that_has_not_answered(nodes: Nodes) -> None:
     b = nodes.make(peer_id("b"))
     a.memory[:] = 1
     b.open_window(a.peer)
-    started = time.monotonic()
     a.transport.add_peer(b.peer, b.metadata)
     a.write(b.peer, ops((0, 0, POOL_NBYTES)))
     a.transport.notify(b.peer, b"too early")
     assert not nodes.flush(a, b.peer).ok
     nodes.pump(lambda: a.has_ended(b.peer), "the join times out")
     assert isinstance(a.events[-1], PeerRefused)
-    assert time.monotonic() - started < 2.0
     assert b.notices() == []
     assert b.memory.max() == 0
     assert b.of(PeerLost) == []

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -96,10 +95,10 @@ def test_links_and_control_need_the_secret_and_probes_need_nothing(cluster: Clus
 
 def test_status_takes_the_secret_from_the_environment(cluster: Cluster) -> None:
     command = [sys.executable, "-m", "pd_serve.cli", "status", "--json", "--router", cluster.url]
-    without = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    without = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (without.returncode, len(without.stderr.splitlines())) == (1, 1)
     env = {**os.environ, "PD_SERVE_SECURITY_CLUSTER_SECRET": SECRET}
-    told = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True, env=env)
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, env=env)
     assert {worker["role"] for worker in json.loads(told.stdout)["workers"]} == {"prefill", "decode"}
 
 
@@ -121,10 +120,8 @@ def test_a_router_that_was_killed_has_its_workers_back_within_a_heartbeat(cluste
     before, expected = identities(cluster), answer(cluster)
     pid = router_pid(cluster)
     os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: is_up(cluster, "health"), 20, "the router listens again")
-    listening_at = time.monotonic()
-    wait_until(lambda: is_up(cluster, "ready") and len(cluster.workers()) == 2, 20, "its workers are back")
-    assert time.monotonic() - listening_at < HEARTBEAT_S + 2.0
+    wait_until(lambda: is_up(cluster, "health"), 60, "the router listens again")
+    wait_until(lambda: is_up(cluster, "ready") and len(cluster.workers()) == 2, HEARTBEAT_S + 2.0, "its workers are back")
     assert router_pid(cluster) != pid
     assert answer(cluster) == expected
     assert identities(cluster) == before
@@ -144,7 +141,7 @@ def test_a_worker_that_was_killed_comes_back_as_another_and_serves(cluster: Clus
 
 def is_up(cluster: Cluster, path: str) -> bool:
     try:
-        return httpx.get(f"{cluster.url}/{path}", timeout=5).status_code == 200
+        return httpx.get(f"{cluster.url}/{path}", timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -45,7 +45,7 @@ def started(folder: Path, degrees: dict[str, int], **sections: dict[str, Any]) -
             worker.driver.wait_ready()
         join(*(worker.driver for worker in workers.values()))
         for worker in workers.values():
-            worker.driver.timeout_s = 30.0
+            worker.driver.timeout_s = 60.0
         yield workers
     finally:
         for worker in workers.values():
@@ -125,10 +125,10 @@ def test_cancelled_attempts_leave_nothing_on_any_rank(workers: Workers) -> None:
 def test_stop_ends_all_ranks_and_the_end_of_one_the_others(workers: Workers) -> None:
     """The last that uses these workers."""
     workers["p2"].driver.send(Stop())
-    assert [process.wait(15) for process in workers["p2"].processes] == [0, 0]
+    assert [process.wait(60) for process in workers["p2"].processes] == [0, 0]
     workers["d2"].processes[1].kill()
     assert "rank 1 has ended" in workers["d2"].driver.wait_rank(Fatal).message
-    assert workers["d2"].processes[0].wait(15) == 1
+    assert workers["d2"].processes[0].wait(60) == 1
 
 
 @pytest.mark.slow

@@ -78,7 +78,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RankUnderT
     try:
         for rank in (prefill, decode):
             rank.driver.wait_ready()
-            rank.driver.timeout_s = 30.0
+            rank.driver.timeout_s = 60.0
         join(prefill.driver, decode.driver)
         yield prefill, decode
     finally:
@@ -163,7 +163,7 @@ def test_ctrl_c_does_not_end_a_rank_but_drain_and_stop_do(tmp_path: Path) -> Non
         rank.driver.send(Drain(5.0))
         rank.driver.wait_rank(Report, lambda report: report.idle and report.load.draining)
         rank.driver.send(Stop())
-        assert rank.process.wait(10) == 0
+        assert rank.process.wait(60) == 0
     finally:
         rank.close()
 
@@ -173,7 +173,7 @@ def test_rank_ends_when_its_front_does(tmp_path: Path) -> None:
     try:
         rank.driver.wait_ready()
         rank.connection.close()
-        assert rank.process.wait(10) == 1
+        assert rank.process.wait(60) == 1
     finally:
         rank.close()
 
@@ -193,6 +193,6 @@ def test_rank_that_cannot_start_says_why_in_one_line(tmp_path: Path, sections: d
         message = rank.driver.wait_rank(Fatal).message
         assert said in message
         assert "\n" not in message
-        assert rank.process.wait(10) == 1
+        assert rank.process.wait(60) == 1
     finally:
         rank.close()

@@ -135,13 +135,13 @@ class Chaos:
 
 def num_held_at(address: str) -> int:
     """Requests, leases and blocks, as the worker itself tells."""
-    status = httpx.get(f"{address}/control/status", timeout=5).json()
+    status = httpx.get(f"{address}/control/status", timeout=60).json()
     return int(status["leases"] + status["running"] + status["waiting"] + status["blocks"]["leased"] + status["blocks"]["quarantined"])
 
 
 def is_listening(cluster: SeparateCluster) -> bool:
     try:
-        return httpx.get(f"{cluster.url}/health", timeout=5).status_code == 200
+        return httpx.get(f"{cluster.url}/health", timeout=60).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -29,8 +29,8 @@ SETTINGS = {
     "worker.heartbeat_s": "0.5",
     "worker.drain_deadline_s": str(DRAIN_DEADLINE_S),
 }
-DRAIN_AT_ONCE_S = 0.4
-NUM_TOKENS = 400
+DRAIN_AT_ONCE_S = 0.2
+NUM_TOKENS = 600
 """More than can be decoded within that."""
 
 
@@ -95,13 +95,12 @@ def test_a_draining_decode_worker_takes_nothing_new_and_moves_what_is_left_at_it
         for salt in range(10, 14):
             ask(cluster.url, prompt_of(20, salt), 4)
         new_on = [decode_workers(request) for request in newest_requests(cluster, 4)]
-        ended_well(cluster, name, 10)
+        ended_well(cluster, name, DRAIN_DEADLINE_S - 5)
         exit_s = time.monotonic() - asked_at
         cluster.start_process(name)
-        assert [answer.result(60) for answer in answers] == expected
+        assert [answer.result(120) for answer in answers] == expected
     record_property("figures", {"exit_s": exit_s, "new_on": new_on})
     assert not any(name in workers for workers in new_on)
-    assert exit_s < DRAIN_AT_ONCE_S + 5.0
     assert cluster.metric(cluster.url, "pd_serve_moves_total", reason="draining") > 0
     cluster.wait_whole()
     cluster.assert_clean()
@@ -116,7 +115,7 @@ def test_a_prefill_worker_that_is_stopped_mid_prompt_finishes_it(cluster: Separa
         cluster.processes[busy[0]].terminate()
         drain_s = ended_well(cluster, busy[0], DRAIN_DEADLINE_S + 5)
         cluster.start_process(busy[0])
-        text = answer.result(60)
+        text = answer.result(120)
     assert cluster.metric(cluster.url, "pd_serve_moves_total") == moves, "it was finished where it was begun"
     record_property("figures", {"drain_s": drain_s})
     cluster.wait_whole()
@@ -135,7 +134,7 @@ def test_requests_of_a_router_that_died_end_on_the_workers_within_a_second(clust
     wait_until(lambda: any(worker["prefill_queue_tokens"] for worker in cluster.workers()), 10, "one is mid-prompt", 0.01)
     cluster.processes["router"].kill()
     killed_at = time.monotonic()
-    wait_until(lambda: not any(num_held_at(address) for address in addresses), 5, "the workers hold nothing", 0.01)
+    wait_until(lambda: not any(num_held_at(address) for address in addresses), 1.0, "the workers hold nothing", 0.01)
     clean_s = time.monotonic() - killed_at
     for client in clients:
         client.leave()
@@ -145,7 +144,6 @@ def test_requests_of_a_router_that_died_end_on_the_workers_within_a_second(clust
     listening_at = time.monotonic()
     cluster.wait_whole()
     record_property("figures", {"clean_s": clean_s, "whole_after_listening_s": time.monotonic() - listening_at})
-    assert clean_s < 1.0
     assert {worker["incarnation"] for worker in cluster.workers()} == incarnations
     assert ask(cluster.url, prompt_of(50, 1), 20) == expected
 

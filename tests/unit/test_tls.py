@@ -25,6 +25,7 @@ from router.services import Services
 from router.tokenizer import FolderTokenizer
 from tests.fakes import serving, write_tokenizer
 from tests.fakes_worker import mock_worker
+from tests.patience import PATIENCE_S
 from tests.unit.router.cluster import MODEL, completion_body, until
 from workers.front_registration import Registrar, RegistrarSettings
 
@@ -85,7 +86,7 @@ async def test_nobody_talks_to_a_server_of_another_authority_or_without_tls(
     worker = mock_worker()
     async with serving(worker, lifespan="off", tls=server_tls(another)) as url:
         for address in (url, url.replace("https", "http")):
-            settings = LinkSettings(RouterId("r"), SECRET, connect_timeout_s=2.0, tls=client_tls(ours))
+            settings = LinkSettings(RouterId("r"), SECRET, connect_timeout_s=PATIENCE_S, tls=client_tls(ours))
             with pytest.raises((PeerLostError, ProtocolError), match=r"security\.tls_ca" if address == url else None):
                 await open_link(address, settings, lambda link, frame: None, lambda link, reason: None)
         with pytest.raises(PeerLostError, match=r"security\.tls_ca"):
@@ -104,7 +105,7 @@ def test_a_front_serves_tls_and_logs_no_secret(tmp_path: Path, ours: SecurityCon
 
     log = tmp_path / "front.log"
     sets = [f"security.{name}={value}" for name, value in ours.model_dump().items() if isinstance(value, str)]
-    sets += ["worker.routers=", "worker.report_interval_s=0.1"]
+    sets += ["worker.routers=", "worker.report_interval_s=0.5"]
     env = {"FAKE_RANK": "", "TMPDIR": str(tmp_path), "PATH": "/usr/bin:/bin", "PYTHONPATH": str(Path(__file__).parents[2])}
     with log.open("w") as file:
         command = [sys.executable, "-c", RUN, str(FRONT_TESTS / "fake_rank.py"), *sets]
@@ -120,7 +121,7 @@ def test_a_front_serves_tls_and_logs_no_secret(tmp_path: Path, ours: SecurityCon
             httpx.get(address.replace("https", "http") + "/health", trust_env=False)
     finally:
         process.terminate()
-        process.wait(15)
+        process.wait(PATIENCE_S)
     assert SECRET not in log.read_text()
     assert "almost-right" not in log.read_text()
 

@@ -16,6 +16,7 @@ from pd_serve.transport.nixl.agent import NixlEndpoint, NixlWorker, _open_doorbe
 from pd_serve.transport.nixl.binding import NixlBinding, engine_options
 from pd_serve.transport.ucx import seam
 from pd_serve.transport.ucx.lanes import Lane, lane_options
+from tests.patience import PATIENCE_S
 
 PAYLOAD = ctypes.create_string_buffer(b"\x07" * 65_536, 65_536)
 
@@ -63,7 +64,7 @@ def test_data_counts_as_sent_only_when_the_receiver_has_handled_it(workers: tupl
     request = send_data(endpoint)
     progress_until(lambda: False, (first,), 0.1)
     assert request.poll() == seam.IN_PROGRESS
-    assert progress_until(lambda: request.poll() == seam.OK, workers, 5.0)
+    assert progress_until(lambda: request.poll() == seam.OK, workers, PATIENCE_S)
     assert heard == [(b"header", len(PAYLOAD))]
 
 
@@ -92,7 +93,9 @@ def test_a_connection_that_loses_large_messages_is_noticed_and_a_new_one_works(w
         endpoint = second.connect(first.address())
         first.connect(second.address())
         request = send_data(endpoint)
-        assert progress_until(lambda request=request: request.poll() != seam.IN_PROGRESS, workers, 5.0), "it is neither taken nor failed"
+        assert progress_until(lambda request=request: request.poll() != seam.IN_PROGRESS, workers, PATIENCE_S), (
+            "it is neither taken nor failed"
+        )
         if request.poll() == seam.OK:
             break
     assert request.poll() == seam.OK
@@ -108,7 +111,7 @@ def test_what_is_no_message_is_dropped(workers: tuple[NixlWorker, NixlWorker], m
     endpoint = first.connect(second.address())
     first.send(endpoint.remote, message)
     endpoint.send(seam.Channel.JOIN, b"after")
-    assert progress_until(lambda: (b"after", 0) in heard, workers, 5.0)
+    assert progress_until(lambda: (b"after", 0) in heard, workers, PATIENCE_S)
     assert [header for header, _ in heard] == [b"after"]
 
 
@@ -126,7 +129,7 @@ def test_a_doorbell_can_be_rung_at_the_address_that_is_told(host: str) -> None:
     with doorbell, socket.socket(doorbell.family, socket.SOCK_DGRAM) as ringer:
         assert not ip_address(address[0]).is_unspecified
         ringer.sendto(b"", address)
-        assert select.select([doorbell], [], [], 2.0)[0]
+        assert select.select([doorbell], [], [], PATIENCE_S)[0]
 
 
 def test_an_address_of_another_machine_is_told_as_it_is() -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_S
+
 ROOT = Path(__file__).parents[3]
 SECRET = "the cluster's secret"
 POOL_NBYTES = 4 << 20
@@ -48,7 +50,7 @@ class Process:
         except BrokenPipeError:
             raise self._died() from None
 
-    def receive(self, timeout_s: float = 20.0) -> Any:
+    def receive(self, timeout_s: float = PATIENCE_S) -> Any:
         assert self._child.stdout is not None
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._pending:
@@ -65,7 +67,7 @@ class Process:
     def _died(self) -> EOFError:
         return EOFError(f"agent {self.peer} died: {self._child.wait()}")
 
-    def call(self, op: str, timeout_s: float = 20.0, **arguments: Any) -> Any:
+    def call(self, op: str, timeout_s: float = PATIENCE_S, **arguments: Any) -> Any:
         self.send(op, **arguments)
         return self.receive(timeout_s)
 
@@ -78,18 +80,18 @@ class Process:
     def add(self, other: Process) -> None:
         self.call("add", peer=other.peer, metadata=other.metadata)
 
-    def wait(self, kind: str, timeout_s: float = 10.0) -> Any:
+    def wait(self, kind: str, timeout_s: float = PATIENCE_S / 2) -> Any:
         """The next event of that kind as a dict. Fails when none comes in time."""
-        event = self.call("wait", timeout_s=timeout_s + 15, kind=kind, timeout=timeout_s)
+        event = self.call("wait", timeout_s=timeout_s + PATIENCE_S / 2, kind=kind, timeout=timeout_s)
         assert event is not None, f"no {kind} at {self.peer} within {timeout_s} s; events {self.call('events')}"
         return event
 
     def write(self, other: Process, rows: list[tuple[int, int, int]], lease: int = 1, epoch: int = 1) -> None:
         self.call("write", peer=other.peer, rows=rows, lease=lease, epoch=epoch)
 
-    def flush(self, other: Process, token: int = 1, timeout_s: float = 15.0) -> Any:
+    def flush(self, other: Process, token: int = 1) -> Any:
         self.call("flush", peer=other.peer, token=token)
-        flushed = self.wait("Flushed", timeout_s)
+        flushed = self.wait("Flushed")
         assert flushed["token"] == token
         return flushed
 

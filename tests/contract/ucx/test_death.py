@@ -7,9 +7,13 @@ import time
 
 import pytest
 
+from pd_serve.transport.ucx.sessions import SILENCE_LIMIT_S
 from tests.contract.ucx.processes import POOL_NBYTES, Cluster, Process
+from tests.patience import PATIENCE_S
 
 CHUNK = 64 * 1024
+AT_ONCE_S = SILENCE_LIMIT_S / 6
+"""What only a peer's silence tells takes six times as long."""
 ALL = [(start, start, CHUNK) for start in range(0, POOL_NBYTES, CHUNK)]
 
 
@@ -30,7 +34,7 @@ def kill_with_writes_queued(writer: Process, target: Process) -> None:
         writer.write(target, ALL)
     writer.kill()
     target.receive()
-    lost = target.wait("PeerLost", 3.0)
+    lost = target.wait("PeerLost")
     assert lost["fenced"]
     assert target.call("run", seconds=0.2) < 0.2
 
@@ -72,7 +76,7 @@ def test_nothing_depends_on_the_queue_that_all_senders_over_shared_memory_share(
     for process in (writer, other):
         process.call("notify", peer=target.peer, text="here")
         process.call("run", seconds=0.05)
-        assert target.wait("NoticeReceived", 3.0)["peer"] == process.peer
+        assert target.wait("NoticeReceived")["peer"] == process.peer
 
 
 @pytest.mark.parametrize("num_rounds", [5, pytest.param(60, marks=pytest.mark.slow)])
@@ -94,7 +98,7 @@ def test_senders_that_are_killed_while_they_send_make_nobody_deaf(cluster: Clust
         target.call("events")
         bystander.call("notify", peer=target.peer, text="here")
         bystander.call("run", seconds=0.02)
-        while target.wait("NoticeReceived", 3.0)["peer"] != bystander.peer:
+        while target.wait("NoticeReceived")["peer"] != bystander.peer:
             continue
 
 
@@ -103,10 +107,8 @@ def test_a_writer_whose_target_is_killed_hears_of_it_at_once(cluster: Cluster) -
     writer.call("stream", peer=target.peer, nbytes=CHUNK, lease=1)
     writer.call("run", seconds=0.1)
     assert writer.call("stream_state")["ok"] > 0
-    killed_at = time.monotonic()
     target.kill()
-    writer.wait("PeerLost", 3.0)
-    assert time.monotonic() - killed_at < 1.5
+    writer.wait("PeerLost", AT_ONCE_S)
     writer.call("stop_stream")
     writer.write(target, ALL)
     assert not writer.flush(target, token=7)["ok"]
@@ -120,10 +122,10 @@ def test_a_flush_behind_writes_to_a_stopped_then_killed_target_is_never_ok(tcp_c
     writer.call("flush", peer=target.peer, token=3)
     writer.call("run", seconds=0.2)
     target.kill()
-    flushed = writer.wait("Flushed", 3.0)
+    flushed = writer.wait("Flushed")
     assert flushed["token"] == 3
     assert not flushed["ok"]
-    writer.wait("PeerLost", 3.0)
+    writer.wait("PeerLost")
 
 
 def test_a_stopped_target_delays_its_own_transfers_only(cluster: Cluster) -> None:
@@ -135,7 +137,6 @@ def test_a_stopped_target_delays_its_own_transfers_only(cluster: Cluster) -> Non
     for _ in range(16):
         writer.write(target, ALL)
     writer.call("flush", peer=target.peer, token=1)
-    started = time.monotonic()
     writer.write(other, ALL, lease=2)
     writer.call("flush", peer=other.peer, token=2)
     flushed = [writer.wait("Flushed")]
@@ -143,11 +144,10 @@ def test_a_stopped_target_delays_its_own_transfers_only(cluster: Cluster) -> Non
         flushed.append(writer.wait("Flushed"))
     assert flushed[-1]["token"] == 2
     assert flushed[-1]["ok"]
-    assert time.monotonic() - started < 3.0
     assert writer.call("run", seconds=1.0) < 0.2, "a transfer that waits for a stopped peer must not burn the processor"
     target.signal(signal.SIGCONT)
     if len(flushed) == 1:
-        assert writer.wait("Flushed", 10.0)["ok"]
+        assert writer.wait("Flushed")["ok"]
     writer_sum = writer.call("digest", start=0, end=POOL_NBYTES)
     assert target.call("digest", start=0, end=POOL_NBYTES) == writer_sum
 
@@ -187,9 +187,9 @@ def test_a_silent_writer_with_keys_is_only_fenced_by_its_end(shm_cluster: Cluste
     writer.signal(signal.SIGSTOP)
     assert not target.call("close_window", lease=1)
     assert target.call("fence", peer=writer.peer)
-    lost = target.wait("PeerLost", 3.0)
+    lost = target.wait("PeerLost")
     assert lost["fenced"]
-    assert not writer.is_alive or writer._child.wait(5) == -signal.SIGKILL
+    assert not writer.is_alive or writer._child.wait(PATIENCE_S) == -signal.SIGKILL
 
 
 def test_closing_while_the_other_writes_is_told_and_harms_nobody(cluster: Cluster) -> None:
@@ -197,7 +197,7 @@ def test_closing_while_the_other_writes_is_told_and_harms_nobody(cluster: Cluste
     writer.call("stream", peer=target.peer, nbytes=CHUNK, lease=1)
     writer.call("run", seconds=0.05)
     target.call("close")
-    lost = writer.wait("PeerLost", 3.0)
+    lost = writer.wait("PeerLost")
     assert lost["fenced"]
     writer.call("stop_stream")
     writer.call("close")
@@ -208,7 +208,7 @@ def test_closing_while_the_other_writes_is_told_and_harms_nobody(cluster: Cluste
 def test_removing_a_peer_tells_the_other_side(cluster: Cluster) -> None:
     writer, target = cluster.pair()
     target.call("remove", peer=writer.peer)
-    assert writer.wait("PeerLost", 3.0)["fenced"]
+    assert writer.wait("PeerLost")["fenced"]
     target.call("run", seconds=0.3)
     assert target.call("events") == []
     cluster.join(writer, target)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from pd_serve.transport.ucx.sessions import SILENCE_LIMIT_S
 from tests.contract.ucx.processes import Cluster, Process
+from tests.patience import PATIENCE_S
 
 KEEPALIVES = {"UCX_TCP_KEEPIDLE": "1s", "UCX_TCP_KEEPINTVL": "1s", "UCX_TCP_KEEPCNT": "1"}
 """Of idle tcp connections: the first probe after a second, and one without an answer ends the connection."""
+AT_ONCE_S = SILENCE_LIMIT_S / 6
+"""What only a peer's silence tells takes six times as long."""
 SHORT_S = 1.3
 """More than one of UCX's own keep-alive intervals (lanes.py)."""
 ROWS = [(start, start, 64 * 1024) for start in range(0, 1 << 20, 64 * 1024)]
@@ -32,7 +33,7 @@ def idle(seconds: float, *processes: Process) -> None:
     for process in processes:
         process.send("run", seconds=seconds)
     for process in processes:
-        process.receive(seconds + 10)
+        process.receive(seconds + PATIENCE_S)
 
 
 @pytest.mark.parametrize("idle_s", [3.2, pytest.param(1.1 * SILENCE_LIMIT_S, marks=pytest.mark.slow)], ids=["seconds", "minute"])
@@ -43,10 +44,8 @@ def test_the_first_transfer_after_a_long_idle_time_is_like_any_other(cluster: Cl
     for process in (writer, target):
         assert process.call("events") == []
     writer.call("pattern", seed=2)
-    started = time.monotonic()
     writer.write(target, ROWS)
     assert writer.flush(target, token=2)["ok"]
-    assert time.monotonic() - started < 2.0
     wrote = writer.call("digest", start=0, end=1 << 20)
     assert target.call("digest", start=0, end=1 << 20) == wrote
 
@@ -69,12 +68,10 @@ def test_the_first_transfer_to_a_target_that_died_while_idle_fails_at_once(clust
         assert [kind for kind, _ in writer.call("events")] == ["PeerLost"]
         writer.write(target, ROWS)
         writer.call("flush", peer=target.peer, token=5)
-    started = time.monotonic()
-    flushed = writer.wait("Flushed", 5.0)
+    flushed = writer.wait("Flushed", AT_ONCE_S)
     assert (flushed["token"], flushed["ok"]) == (5, False)
-    assert time.monotonic() - started < 2.0
     if is_asleep:
-        assert writer.wait("PeerLost", 2.0)["peer"] == target.peer
+        assert writer.wait("PeerLost", AT_ONCE_S)["peer"] == target.peer
     successor = cluster.start("target", 2)
     writer.call("remove", peer=target.peer)
     cluster.join(writer, successor)

@@ -17,6 +17,7 @@ from pd_serve.transport.ucx.inspect import inspect_ucx
 from pd_serve.transport.ucx.libucp import LibucpBinding
 from pd_serve.transport.ucx.seam import Binding, Context, Memory
 from pd_serve.transport.ucx.transport import UcxTransport
+from tests.patience import PATIENCE_S
 from tests.transport_nodes import EPOCH, LEASE, ops, pattern, peer_id, settings_for
 
 NBYTES = 1 << 20
@@ -54,7 +55,7 @@ def made() -> Iterator[list[Here]]:
         node.transport.close()
 
 
-def pump(nodes: list[Here], until: Callable[[], object], timeout_s: float = 10.0) -> None:
+def pump(nodes: list[Here], until: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + timeout_s
     while not until():
         for node in nodes:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.contract.ucx.processes import POOL_NBYTES, Cluster
+from tests.patience import PATIENCE_S
 
 torch = pytest.importorskip("torch")
 
@@ -16,17 +17,17 @@ def test_the_pool_is_a_tensor_that_peers_write_into(cluster: Cluster) -> None:
     writer.call("fill", value=0x3F)  # bfloat16 0x3f3f
     writer.write(target, [(0, 0, 4096)])
     assert writer.flush(target)["ok"]
-    seen = target.call("tensor", timeout_s=60.0)
+    seen = target.call("tensor", timeout_s=2 * PATIENCE_S)
     assert seen["numel"] == POOL_NBYTES // 2
     assert seen["sum"] == pytest.approx(64 * 0.74609375)
     assert seen["one"] == [0x80, 0x3F]
 
 
 def test_an_idle_joined_transport_uses_under_two_percent_of_a_core(cluster: Cluster) -> None:
-    """F42. The least of some windows: others may hold what the machine or the interpreter does of its own."""
+    """F42. In one of some windows: others may hold what the machine or the interpreter does of its own."""
     for process in cluster.pair():
         process.call("run", seconds=0.1)
-        assert min(process.call("run", seconds=0.6) for _ in range(3)) < 0.02 * 0.6
+        assert any(process.call("run", seconds=0.6) < 0.02 * 0.6 for _ in range(8))
 
 
 def resources_while_joining(cluster: Cluster, num_cycles: int, every: int) -> list[list[dict[str, int]]]:

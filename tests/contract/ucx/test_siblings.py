@@ -53,7 +53,7 @@ def first_dies_second_writes_on(cluster: Cluster, kind: type[LeaseTable]) -> tup
     assert all(writer.call("stream_state")["ok"] for writer in writers)
 
     first.kill()
-    assert target.wait("PeerLost", 3.0)["fenced"]
+    assert target.wait("PeerLost")["fenced"]
     table.abandon(lease_id, 1.0)
     fenced = [target.call("close_window", lease=window) for window in WINDOWS]
     assert fenced == [True, not cluster.one_sided]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_S
 from tests.unit.engine.model_folders import write_checkpoint, write_config
 
 
@@ -41,7 +42,7 @@ def without_weights(folder: Path) -> None:
 def test_a_damaged_model_is_one_line_before_anything_starts(tmp_path: Path, damage: Callable[[Path], None], said: str) -> None:
     damage(tmp_path / "model")
     command = [sys.executable, "-m", "pd_serve.cli", "up", "--port", "0", "--model", str(tmp_path / "model"), "--log-dir", str(tmp_path)]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    run = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert run.returncode == 1
     (line,) = run.stderr.splitlines()
     assert line.startswith("pd-serve: ")

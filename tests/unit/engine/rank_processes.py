@@ -26,8 +26,8 @@ from pd_serve.engine.parallel import Collective, open_group
 from pd_serve.engine.runner import ModelRunner
 
 CPU = torch.device("cpu")
-DEADLINE_S = 60.0
-TIMEOUT_S = 20.0
+DEADLINE_S = 120.0
+TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)

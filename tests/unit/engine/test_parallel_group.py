@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,8 @@ from pd_serve.engine.parallel import Collective, SingleRank, check_degree, open_
 from pd_serve.engine.parallel_shares import Share, degrees, scaled
 from pd_serve.engine.weights import CheckpointWeights, Part, RandomWeights
 from pd_serve.errors import ConfigError, EngineError
+from tests.patience import PATIENCE_S
+from tests.ports import free_port
 from tests.unit.engine.model_folders import write_checkpoint, write_config
 
 CPU = torch.device("cpu")
@@ -34,15 +35,14 @@ T = TypeVar("T")
 def _place(kind: str, folder: Path) -> str:
     if kind == "file":
         return f"file://{folder}/group"
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return f"tcp://127.0.0.1:{server.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 @contextmanager
 def _group(num_ranks: int, rendezvous: str) -> Iterator[Callable[[Callable[[Collective], T]], list[T]]]:
     """Runs a function on every rank at once."""
     with ThreadPoolExecutor(num_ranks) as pool:
-        groups = list(pool.map(lambda rank: open_group(rank, num_ranks, rendezvous, CPU, 10.0), range(num_ranks)))
+        groups = list(pool.map(lambda rank: open_group(rank, num_ranks, rendezvous, CPU, PATIENCE_S), range(num_ranks)))
         yield lambda function: list(pool.map(function, groups))
         for group in groups:
             group.close()
@@ -86,7 +86,7 @@ def test_the_smallest_value_of_all_is_agreed_on(kind: str, tmp_path: Path) -> No
 def test_a_group_without_one_of_its_ranks_is_of_no_use(kind: str, tmp_path: Path) -> None:
     place = _place(kind, tmp_path)
     with ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(lambda rank: open_group(rank, 2, place, CPU, 10.0), range(2)))
+        groups = list(pool.map(lambda rank: open_group(rank, 2, place, CPU, PATIENCE_S), range(2)))
     groups[1].close()
     for group in groups:
         for _ in range(2):
@@ -100,7 +100,7 @@ def test_a_rank_that_came_too_late_finds_a_group_that_is_of_no_use(kind: str, tm
     """What the waiting rank has sent must not be taken for its part of a later sum."""
     place = _place(kind, tmp_path)
     with ThreadPoolExecutor(2) as pool:
-        groups = list(pool.map(lambda rank: open_group(rank, 2, place, CPU, 0.5), range(2)))
+        groups = list(pool.map(lambda rank: open_group(rank, 2, place, CPU, 2.0), range(2)))
 
     def sum_twice(group: Collective) -> None:
         for _ in range(2):

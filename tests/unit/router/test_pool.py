@@ -18,8 +18,9 @@ from pd_serve.protocol.control import RegisterWorker
 from pd_serve.protocol.link import Peers, Role
 from pd_serve.wire import PROTOCOL_VERSION
 from router.pool import PoolSettings, WorkerPool
-from tests.fakes import kv_layout, loopback_listener, peer_info, serving, welcome
+from tests.fakes import kv_layout, peer_info, serving, welcome
 from tests.fakes_worker import MockWorker, mock_worker, running
+from tests.ports import free_port
 from tests.unit.router.cluster import cluster, until
 
 
@@ -66,10 +67,9 @@ async def test_restart_on_the_same_port_is_another_peer() -> None:
     pool = new_pool()
     pool.on_lost = lost.append
     old, new = mock_worker("a", incarnation=1), mock_worker("a", incarnation=2)
-    listener = loopback_listener()
-    port = listener.getsockname()[1]
+    port = free_port()
     async with following(pool, f"http://127.0.0.1:{port}"):
-        async with serving(old, listener, lifespan="off"):
+        async with running(old, port):
             await until(lambda: pool.workers, "linked")
         await until(lambda: not pool.workers, "lost")
         async with running(new, port):

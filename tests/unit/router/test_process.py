@@ -15,6 +15,7 @@ import httpx
 from pd_serve.protocol.link import Role
 from tests.fakes import write_tokenizer
 from tests.fakes_worker import MockWorker, Script, mock_worker, running
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 from tests.unit.router.cluster import completion_body, events_of
 
@@ -39,7 +40,7 @@ async def router_process(
         }
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", PROGRAM, json.dumps(config), stderr=asyncio.subprocess.PIPE)
         try:
-            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as http:
                 await ready(http)
                 yield process, http
         finally:
@@ -49,7 +50,7 @@ async def router_process(
 
 
 async def ready(http: httpx.AsyncClient) -> None:
-    deadline = asyncio.get_running_loop().time() + 30
+    deadline = asyncio.get_running_loop().time() + PATIENCE_S
     while True:
         try:
             if (await http.get("/ready")).status_code == 200:
@@ -72,7 +73,7 @@ async def test_sigterm_lets_streams_end_and_exits_0(tmp_path: Path) -> None:
         async for piece in lines:
             text += piece
         assert events_of(text)[-1] == "[DONE]"
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
     assert worker.open_attempts == set()
 
 
@@ -88,4 +89,4 @@ async def test_drain_deadline_ends_streams_with_an_error_event(tmp_path: Path) -
         async for piece in lines:
             text += piece
         assert events_of(text)[-1]["error"]["type"] == "server_error"  # type: ignore[index]
-        assert await asyncio.wait_for(process.wait(), 5) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0

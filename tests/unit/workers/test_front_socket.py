@@ -9,6 +9,7 @@ import pytest
 from pd_serve.errors import ProtocolError
 from pd_serve.ids import AttemptId, LinkId
 from pd_serve.protocol.link import Cancel, Fatal, FromRouter, Stop, front_codec, rank_codec
+from tests.patience import PATIENCE_S
 from workers.front_socket import FrontSocket
 
 FRAME = FromRouter(LinkId(1), Cancel(AttemptId(7)))
@@ -68,7 +69,7 @@ def test_slow_front_gets_everything_in_order(ends: tuple[socket.socket, FrontSoc
     front.flush()
     assert front.has_unsent
     data = b""
-    near.settimeout(5)
+    near.settimeout(PATIENCE_S)
     expected = b"".join(framed(rank_codec().encode(frame)) for frame in frames)
     while len(data) < len(expected):
         data += near.recv(1 << 16)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import select
 import threading
 
+from tests.patience import PATIENCE_S
 from workers.inbox import Inbox
 
 
@@ -26,7 +27,7 @@ def test_no_item_of_any_thread_is_lost_or_left_without_a_wake_up() -> None:
         thread.start()
     taken: list[tuple[int, int]] = []
     while len(taken) < 1500:
-        assert select.select([inbox], [], [], 5)[0], "items were left without a wake-up"
+        assert select.select([inbox], [], [], PATIENCE_S)[0], "items were left without a wake-up"
         taken += inbox.take_all()
     for thread in threads:
         thread.join()

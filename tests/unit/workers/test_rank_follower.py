@@ -20,8 +20,11 @@ from pd_serve.protocol.sampling import SamplingParams
 from pd_serve.transport.base import TransportSettings
 from pd_serve.transport.loopback import LoopbackTransport
 from pd_serve.transport.loopback_fabric import LoopbackFabric
+from tests.cluster import wait_until
 from tests.fake_engine import VOCAB_SIZE, FakeRunner, expected_tokens, small_layout
+from tests.patience import PATIENCE_S
 from tests.rank_driver import RankDriver, open_local, tokens_of
+from tests.rank_threads import STOP_S
 from tests.whole_rank import make_machine
 from workers import control_loop
 from workers.control_loop import ControlLoop, RankParts
@@ -51,7 +54,7 @@ class Runner(FakeRunner):
         self.go.set()
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None) -> StepResult:
-        assert self.go.wait(10)
+        assert self.go.wait(PATIENCE_S)
         self.steps.append(batch.step_id)
         return super().execute(batch, on_layer)
 
@@ -68,7 +71,7 @@ def open_threads(fabric: LoopbackFabric, number: int) -> Opened:
     engine = EngineThread(inbox.put, MonotonicClock())
     settings = TransportSettings(self_id=rank_peer(PEER, number), secret=b"s", host="127.0.0.1", host_id="here", probe_nbytes=4096)
     transport = TransportThread(lambda s, sink: LoopbackTransport(s, sink, fabric), settings, inbox.put)
-    ready = transport.start(AllocatePool(small_layout().pool_nbytes), 5.0)
+    ready = transport.start(AllocatePool(small_layout().pool_nbytes), PATIENCE_S)
     assert ready.region.buffer is not None
     runner = Runner(ready.region.buffer)
     engine.start()
@@ -118,7 +121,7 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
     threads["follower"].start()
     frames: list[object] = []
     while not frames:
-        assert select.select([down], [], [], 5)[0]
+        assert select.select([down], [], [], PATIENCE_S)[0]
         frames = list(down.receive())
     assert isinstance(frames[0], FollowerReady)
     threads["leader"] = threading.Thread(target=run, args=("leader", loop.run))
@@ -130,11 +133,11 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         opened.runner.go.set()
     near.close()
     for thread in threads.values():
-        thread.join(10)
+        thread.join(PATIENCE_S)
         assert not thread.is_alive()
     for opened in (first, second):
-        assert opened.rank.engine.stop(5)
-        assert opened.rank.transport.stop(5)
+        assert opened.rank.engine.stop(PATIENCE_S)
+        assert opened.rank.transport.stop(STOP_S)
         opened.inbox.close()
     for connection in (parts.front, down, up):
         connection.close()
@@ -145,13 +148,15 @@ def test_both_ranks_run_the_same_batches_and_a_step_ends_with_the_last(pair: Pai
     assert [token.token_id for token in tokens_of(pair.driver, AttemptId(1))] == expected_tokens(PROMPT, 6)
     assert pair.leader.runner.steps == pair.follower.runner.steps
     assert (pair.leader.runner.slots == pair.follower.runner.slots).all()
+    num_steps = len(pair.leader.runner.steps)
     pair.follower.runner.go.clear()
     open_local(pair.driver, 2, PROMPT[:3], GREEDY)
+    wait_until(lambda: len(pair.leader.runner.steps) > num_steps, PATIENCE_S, "rank 0 computes")
     pair.driver.timeout_s = 0.3
     with pytest.raises(TimeoutError):
         tokens_of(pair.driver, AttemptId(2))
     assert len(pair.leader.runner.steps) == len(pair.follower.runner.steps) + 1
-    pair.driver.timeout_s = 10.0
+    pair.driver.timeout_s = PATIENCE_S
     pair.follower.runner.go.set()
     assert [token.token_id for token in tokens_of(pair.driver, AttemptId(2))] == expected_tokens(PROMPT[:3], 6)
 
