@@ -12,7 +12,7 @@ import pytest
 from tests.cluster import Cluster, running
 
 BLOCK = 16
-LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK, 1000]
+LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK]
 MIXED = [[3 * index + 600 + offset for offset in range(9 + 13 * index)] for index in range(8)]
 
 
@@ -20,7 +20,7 @@ def _prompt(length: int) -> list[int]:
     return [(37 * offset + 11) % 40000 + 100 for offset in range(length)]
 
 
-async def _answers(cluster: Cluster) -> list[Any]:
+async def _answers(cluster: Cluster, longest: int) -> list[Any]:
     async with httpx.AsyncClient(timeout=240) as client:
 
         async def ask(prompt: list[int]) -> Any:
@@ -30,17 +30,25 @@ async def _answers(cluster: Cluster) -> list[Any]:
             choice = reply.json()["choices"][0]
             return choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
 
-        alone = [await ask(_prompt(length)) for length in LENGTHS]
+        alone = [await ask(_prompt(length)) for length in (*LENGTHS, longest)]
         return [*alone, *await asyncio.gather(*(ask(prompt) for prompt in MIXED))]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_disaggregated_equals_colocated(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "chunks", "longest"),
+    [
+        ("float32", (7,), 200),
+        ("bfloat16", (64,), 200),
+        pytest.param("float32", (7, 64), 1000, marks=pytest.mark.slow),
+        pytest.param("bfloat16", (7, 64), 1000, marks=pytest.mark.slow),
+    ],
+)
+async def test_disaggregated_equals_colocated(dtype: str, chunks: tuple[int, ...], longest: int, tmp_path: Path) -> None:
     options: dict[str, Any] = {"dtype": dtype}
     pool = {"kv.memory_bytes": str(256 * 1024 * 1024)}
     with running(tmp_path / "colocated", prefill=0, decode=0, colocated=1, settings=pool, **options) as colocated:
-        expected = await _answers(colocated)
-    for chunk in (7, 64):
+        expected = await _answers(colocated, longest)
+    for chunk in chunks:
         settings = {**pool, "prefill.engine.prefill_chunk": str(chunk), "transport.verify": "true"}
         with running(tmp_path / f"chunk{chunk}", settings=settings, **options) as cluster:
-            assert await _answers(cluster) == expected
+            assert await _answers(cluster, longest) == expected

@@ -26,11 +26,12 @@ from tests.faults.mixed_load import REQUEST_TIMEOUT_S, Clients, Heard, prepare
 
 SETTINGS = {"kv.num_blocks": "160", "worker.heartbeat_s": "0.5"}
 """A pool that the questions' prompts do not all fit into: prompts are computed and moved again and again, not found in the cache."""
+RANDOM = {"model.load_format": "random", "model.name": "demo"}
 PAIR_SETTINGS = {"router.max_moves": "8"}
 """A pair costs a request up to two moves, and the next pair dies before it is answered: four in all are more than the default allows."""
 RECOVERY_TIMEOUT_S = 90.0
 CLEAN_TIMEOUT_S = 15.0
-CALM_S = 5.0
+CALM_S = 2.0
 """Before the first kill: what a pause without one is."""
 
 
@@ -187,13 +188,21 @@ class Campaign:
         return {reason: count for reason, count in counts.items() if count}
 
 
-def campaign(log_dir: Path, seed: int, num_kills: int, is_verbose: bool = False, in_pairs: bool = False) -> Report:
-    """On a cluster of its own. Raises AssertionError with the command that replays the same kills."""
+def campaign(
+    log_dir: Path, seed: int, num_kills: int, is_verbose: bool = False, in_pairs: bool = False, model: Path | None = None
+) -> Report:
+    """On a cluster of its own: of the demo model, or of random weights for the configuration in `model`.
+
+    Raises AssertionError with the command that replays the same kills.
+    """
     kills = (draw_pairs if in_pairs else draw_kills)(seed, num_kills)
+    settings = SETTINGS | (PAIR_SETTINGS if in_pairs else {})
+    options: dict[str, Any] = {"dtype": "bfloat16", "restart": True}
+    if model is not None:
+        settings = settings | RANDOM
+        options["model"] = str(model)
     try:
-        with running(
-            log_dir, prefill=2, decode=2, dtype="bfloat16", restart=True, settings=SETTINGS | (PAIR_SETTINGS if in_pairs else {})
-        ) as cluster:
+        with running(log_dir, prefill=2, decode=2, settings=settings, **options) as cluster:
             report = asyncio.run(Campaign(cluster, seed, is_verbose).run(kills))
             assert not report.failures, f"{report}\n" + "\n".join(report.failures[:5])
             cluster.assert_clean(CLEAN_TIMEOUT_S)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import cache
 
 import pytest
 
 from tests.sim.world import run_seed
 
 _CHUNK = 50
+_NUM_SEEDS = 1000
 
 
-@pytest.mark.parametrize("first", range(0, 2000, _CHUNK))
+@cache
+def counts_of(seed: int) -> Counter[str]:
+    return run_seed(seed).counts
+
+
+@pytest.mark.parametrize(
+    "first", [*range(0, _NUM_SEEDS, _CHUNK), *(pytest.param(first, marks=pytest.mark.slow) for first in range(_NUM_SEEDS, 3000, _CHUNK))]
+)
 def test_no_invariant_breaks(first: int) -> None:
     totals: Counter[str] = Counter()
     for seed in range(first, first + _CHUNK):
-        totals.update(run_seed(seed).counts)
+        totals.update(counts_of(seed))
     assert totals["failed"] == 0
     assert totals["finished"] > _CHUNK
     assert totals["moves"] > 0
@@ -24,7 +33,7 @@ def test_no_invariant_breaks(first: int) -> None:
 def test_workers_of_any_two_roles_die_at_once() -> None:
     totals: Counter[str] = Counter()
     for seed in range(300):
-        totals.update(run_seed(seed).counts)
+        totals.update(counts_of(seed))
     pairs = {name: count for name, count in totals.items() if name.startswith("crash of ")}
     assert pairs.keys() >= {"crash of decode and prefill", "crash of decode and decode", "crash of prefill and prefill"}, pairs
     assert totals["handover timeouts"] > 0
