@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -15,8 +16,9 @@ from starlette.types import Message, Receive, Scope, Send
 
 from pd_serve.protocol.server import ServerLimits
 from tests.fakes import serving
+from tests.patience import PATIENCE_S, Waiting
 
-LIMITS = ServerLimits(max_connections=4, max_header_nbytes=2048, read_timeout_s=0.3, stall_timeout_s=0.3)
+LIMITS = ServerLimits(max_connections=4, max_header_nbytes=2048, read_timeout_s=PATIENCE_S, stall_timeout_s=0.5)
 CHUNK = b"x" * 65536
 
 
@@ -56,7 +58,7 @@ async def listening(limits: ServerLimits = LIMITS) -> AsyncIterator[tuple[App, i
         yield app, int(url.rsplit(":", 1)[1])
 
 
-async def ask(port: int, *parts: bytes, timeout_s: float = 5.0) -> bytes:
+async def ask(port: int, *parts: bytes, timeout_s: float = PATIENCE_S) -> bytes:
     """Everything that comes back until the other side closes; a reset ends it, too."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     answer = b""
@@ -111,10 +113,10 @@ async def test_a_head_that_is_too_long_is_refused(parts: tuple[bytes, ...]) -> N
     "sent", [b"", b"GET / HT", b"POST / HTTP/1.1\r\ncontent-length: 10\r\n\r\nxx"], ids=["nothing", "half a head", "half a body"]
 )
 async def test_a_request_that_does_not_arrive_in_time_is_refused(sent: bytes) -> None:
-    async with listening() as (_, port):
+    async with listening(replace(LIMITS, read_timeout_s=0.3)) as (_, port):
         began = time.monotonic()
         assert refused(await ask(port, sent)) == (408, "request_timeout")
-        assert 0.25 < time.monotonic() - began < 3.0
+        assert time.monotonic() - began > 0.25
 
 
 async def test_connections_above_the_limit_are_refused_and_those_below_go_on() -> None:
@@ -127,15 +129,16 @@ async def test_connections_above_the_limit_are_refused_and_those_below_go_on() -
         assert (await reader.read()).startswith(b"HTTP/1.1 200")
         for _, writer in held:
             writer.close()
-        await asyncio.sleep(0.05)
-        assert (await ask(port, GET + b"\r\n")).startswith(b"HTTP/1.1 200")
+        waiting = Waiting(PATIENCE_S, 0.01)
+        while not (await ask(port, GET + b"\r\n")).startswith(b"HTTP/1.1 200"):
+            assert not waiting.is_over(), "the places of those that left are not given to others"
 
 
 async def test_a_client_that_does_not_read_is_cut_and_holds_little_memory() -> None:
     async with listening() as (app, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
         writer.write(b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n")
-        await asyncio.wait_for(app.is_flood_over.wait(), 5)
+        await asyncio.wait_for(app.is_flood_over.wait(), PATIENCE_S)
         assert app.num_flooded < 200, "what the kernel takes, and one buffer"
         writer.transport.abort()
         assert reader is not None
@@ -143,16 +146,16 @@ async def test_a_client_that_does_not_read_is_cut_and_holds_little_memory() -> N
 
 
 async def test_a_client_that_reads_slowly_but_reads_is_not_cut() -> None:
-    async with listening() as (app, port):
+    async with listening(replace(LIMITS, stall_timeout_s=1.2)) as (app, port):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"GET /flood HTTP/1.1\r\nhost: x\r\n\r\n")
         for _ in range(10):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.15)
             for _ in range(100):
                 await reader.read(65536)
         assert not app.is_flood_over.is_set()
         writer.transport.abort()
-        await asyncio.wait_for(app.is_flood_over.wait(), 5)
+        await asyncio.wait_for(app.is_flood_over.wait(), PATIENCE_S)
 
 
 def test_whatever_bytes_come_the_answer_is_http_and_the_next_client_is_served() -> None:
@@ -174,4 +177,7 @@ async def _answers_are_http(payloads: list[bytes]) -> None:
         for answer in await asyncio.gather(*(ask(port, payload) for payload in payloads)):
             assert answer == b"" or answer.startswith(b"HTTP/1.1 "), answer
             assert not answer.startswith(b"HTTP/1.1 5"), answer
-        assert (await ask(port, GET + b"\r\n")).startswith(b"HTTP/1.1 200")
+        # On a busy machine even this one may come too late for the time that is left to it here.
+        waiting = Waiting(PATIENCE_S, 0.05)
+        while not (await ask(port, GET + b"\r\n")).startswith(b"HTTP/1.1 200"):
+            assert not waiting.is_over()

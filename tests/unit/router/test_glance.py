@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -24,6 +26,17 @@ def body(**fields: object) -> bytes:
     return data
 
 
+def takes_less_than(seconds: float, refuse: Callable[[], object]) -> bool:
+    """Of the processor, in one of some tries: other threads of this process count as well, and a busy machine is slower."""
+    for _ in range(5):
+        began = time.thread_time()
+        with contextlib.suppress(RequestError):
+            refuse()
+        if time.thread_time() - began < seconds:
+            return True
+    return False
+
+
 TOO_MUCH = {
     "ids": ("prompt", {"prompt": [5] * 5_000_000}),
     "bad ids": ("prompt", {"prompt": [-5] * 3_000_000}),
@@ -39,10 +52,9 @@ TOO_MUCH = {
 @pytest.mark.parametrize(("param", "fields"), TOO_MUCH.values(), ids=TOO_MUCH.keys())
 def test_millions_of_parts_are_refused_in_no_time(param: str, fields: dict[str, object]) -> None:
     data = body(**fields)
-    began = time.process_time()
     with pytest.raises(RequestError) as refused:
         check_sizes(data, LIMITS, RouterConfig())
-    assert time.process_time() - began < 0.5
+    assert takes_less_than(0.5, lambda: check_sizes(data, LIMITS, RouterConfig()))
     assert (refused.value.param, refused.value.http_status) == (param, 400)
     assert isinstance(refused.value, ContextLengthError | InvalidRequestError)
 
@@ -79,7 +91,6 @@ def test_nonsense_is_left_to_the_parser(data: bytes) -> None:
 )
 def test_of_many_wrong_parts_the_first_is_told(prompt: list[object]) -> None:
     data = body(prompt=prompt)
-    began = time.process_time()
     with pytest.raises(InvalidRequestError, match="prompt"):
         parse_completion(data)
-    assert time.process_time() - began < 2.0
+    assert takes_less_than(2.0, lambda: parse_completion(data))

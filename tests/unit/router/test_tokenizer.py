@@ -82,26 +82,23 @@ def test_router_does_not_import_torch() -> None:
 
 
 async def test_a_long_text_does_not_hold_up_the_event_loop(tmp_path: Path) -> None:
-    """The longest wait of another task is a small part of what the text takes: tokenized without the interpreter's lock."""
+    """Another task has many turns meanwhile: tokenized without the interpreter's lock."""
     codec = FolderTokenizer(write_tokenizer(tmp_path))
     text = "".join(random.Random(4).choices("abcdefgh ", k=200 * LONG_TEXT))
-    loop = asyncio.get_running_loop()
-    waits: list[float] = []
+    num_turns = 0
 
     async def beat() -> None:
+        nonlocal num_turns
         while True:
-            before = loop.time()
             await asyncio.sleep(0.001)
-            waits.append(loop.time() - before)
+            num_turns += 1
 
     beating = asyncio.create_task(beat())
     await asyncio.sleep(0.01)
-    began = loop.time()
+    before = num_turns
     assert len(await tokenize(codec, text, True, len(text))) == len(text)
-    lasted = loop.time() - began
-    await asyncio.sleep(0.005)
+    assert num_turns - before > 5
     beating.cancel()
-    assert max(waits) < lasted / 2, (max(waits), lasted)
 
 
 def test_no_token_stands_for_more_characters_than_is_said(tmp_path: Path) -> None:
