@@ -45,7 +45,9 @@ class MachineLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class MachineWatch:
     """`with MachineWatch() as watch: ...`, then `watch.load`. `pids`: further processes that are part of what is measured."""
 
-    def __init__(self, pids: Sequence[int] = ()) -> None:
+    def __init__(self, pids: Sequence[int] = (), window_s: float | None = WINDOW_S) -> None:
+        """`window_s` None: sampled at begin and end only, where a millisecond of this process every second would be seen in its figures."""
+        self._window_s = window_s
         self._roots = (os.getpid(), *pids)
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="machine-watch", daemon=True)
@@ -84,7 +86,7 @@ class MachineWatch:
 
     def _watch(self) -> None:
         last = _sample(self._roots)
-        while not self._end.wait(WINDOW_S):
+        while not self._end.wait(self._window_s):
             now = _sample(self._roots)
             self._windows.append(_window(last, now))
             last = now

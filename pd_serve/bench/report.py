@@ -48,6 +48,11 @@ def write_report(paths: Sequence[Path], out: Path) -> list[Path]:
     return [_write(out, _render(sections).encode()), *written]
 
 
+def write_picture(result_path: Path, name: str, data: bytes) -> str:
+    """A command's own picture beside its result; returns the name to put into Result.pictures. Raises BenchError."""
+    return _write(result_path.with_name(f"{result_path.stem}.{name}.png"), data).name
+
+
 def _render(sections: Sequence[Section]) -> str:
     try:
         from jinja2 import Environment, StrictUndefined
