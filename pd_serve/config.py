@@ -51,6 +51,10 @@ class EngineConfig(Section):
     max_running: int = Field(256, ge=1, description="Sequences in one step")
     max_waiting: int = Field(1024, ge=0, description="Prompts that may wait inside the worker")
     prefill_chunk: int = Field(0, ge=0, description="Longest prefill chunk in tokens; 0: as the budget allows")
+    cuda_graphs: bool = Field(True, description="On CUDA, replay decode steps as captured graphs; one KV block is set aside for them")
+    latent_attention: Literal["auto", "torch", "flashinfer"] = Field(
+        "auto", description="On CUDA, what attends over latents (MLA); auto: FlashInfer where it is installed and takes the model's sizes"
+    )
 
 
 class TransportConfig(Section):

@@ -75,7 +75,7 @@ class WorkerMachine:
     ) -> None:
         layout = settings.layout
         self._settings = settings
-        self.pool = BlockPool(layout.num_blocks, layout.block_size, prefix_cache)
+        self.pool = BlockPool(layout.num_blocks - settings.num_idle_blocks, layout.block_size, prefix_cache)
         self.leases = LeaseTable(self.pool, new_epoch)
         self.scheduler = Scheduler(scheduler, self.pool)
         self.prefill = PrefillMachine(settings, self.scheduler, self.pool)

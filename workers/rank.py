@@ -119,7 +119,7 @@ class Rank:
                 model=identify(name, plan.path, plan.info),
             ),
             model_name=name,
-            max_model_len=pool_limited_len(plan.layout, plan.max_len),
+            max_model_len=pool_limited_len(plan.layout, plan.max_len, plan.num_idle_blocks),
             vocab_size=plan.info.vocab_size,
             eos_token_ids=plan.info.eos_token_ids,
             pid=os.getppid(),
@@ -141,6 +141,7 @@ class Rank:
             load_interval_s=config.worker.load_interval_s,
             heartbeat_s=config.worker.report_interval_s,
             max_packing_nbytes=config.transport.staging_slot_bytes,
+            num_idle_blocks=plan.num_idle_blocks,
         )
         scheduler = SchedulerSettings(
             max_batch_tokens=config.engine.max_batch_tokens,

@@ -29,6 +29,8 @@ class MachineSettings:
     """Longest silence between two load frames on a link."""
     max_packing_nbytes: int = 1 << 18
     """Packed bytes of one layer that are staged together."""
+    num_idle_blocks: int = 0
+    """The pool's last blocks, which no sequence gets: the engine's own (EnginePlan)."""
 
     @property
     def self_id(self) -> PeerId:
@@ -52,6 +54,6 @@ class MachineSettings:
         return 3 * self.hard_fence_after_s
 
 
-def pool_limited_len(layout: KVLayout, max_model_len: int) -> int:
+def pool_limited_len(layout: KVLayout, max_model_len: int, num_idle_blocks: int = 0) -> int:
     """The longest prompt + output that a worker can promise: what the model allows and one sequence alone fits into the pool."""
-    return min(max_model_len, layout.num_blocks * layout.block_size)
+    return min(max_model_len, (layout.num_blocks - num_idle_blocks) * layout.block_size)

@@ -45,18 +45,23 @@ def pick(weights: Tensor, uniforms: Sequence[float]) -> list[int]:
 
     `uniforms` in [0, 1), of at most 52 bits. Never a token of weight zero. Sums are in double precision, first by buckets.
     """
+    token_ids: list[int] = pick_tokens(weights, torch.tensor(uniforms, dtype=torch.float64, device=weights.device)).tolist()
+    return token_ids
+
+
+def pick_tokens(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """pick() without leaving the device: `uniforms` [num_rows] float64, to [num_rows] int64. Rows that hold no numbers get some token."""
     num_rows, vocab_size = weights.shape
     buckets = F.pad(weights, (0, -vocab_size % _BUCKET)).view(num_rows, -1, _BUCKET)
     ends = buckets.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    targets = torch.tensor(uniforms, dtype=torch.float64, device=weights.device)[:, None] * ends[:, -1:]
-    bucket = torch.searchsorted(ends, targets, right=True)
+    targets = uniforms[:, None] * ends[:, -1:]
+    bucket = torch.searchsorted(ends, targets, right=True).clamp_(max=buckets.shape[1] - 1)
     before = F.pad(ends, (1, 0)).gather(1, bucket)
     inside = buckets[torch.arange(num_rows, device=weights.device), bucket.squeeze(1)].double()
     place = torch.searchsorted(inside.cumsum(dim=-1), targets - before, right=True)
     # Both sums round on their own: a target at a bucket's very end may lie beyond the sum inside, whose last weight then is meant.
     last = _BUCKET - 1 - inside.flip(1).gt(0).to(torch.uint8).argmax(dim=1, keepdim=True)
-    token_ids: list[int] = (bucket * _BUCKET + torch.minimum(place, last)).squeeze(1).tolist()
-    return token_ids
+    return (bucket * _BUCKET + torch.minimum(place, last)).squeeze(1)
 
 
 def _heads(row: Tensor) -> Iterator[Tensor]:

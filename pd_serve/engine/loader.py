@@ -18,17 +18,22 @@ import torch
 
 from pd_serve.clock import Clock
 from pd_serve.config import Config, KVConfig
+from pd_serve.engine.attention.base import LatentSettings
 from pd_serve.engine.attention.registry import reads_in_place
+from pd_serve.engine.attention.varlen import VarlenAttention
 from pd_serve.engine.checkpoint import Checkpoint
+from pd_serve.engine.cuda_graphs import CudaCapturer
+from pd_serve.engine.device_sampler import DeviceSampler
 from pd_serve.engine.dtypes import torch_dtype
 from pd_serve.engine.families.registry import describe
+from pd_serve.engine.graphs import GraphedDecode, GraphSettings, can_be_captured
 from pd_serve.engine.kv_cache import open_kv_cache
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.registry import build_model
 from pd_serve.engine.models.settings import BuildSettings
 from pd_serve.engine.parallel import Collective, SingleRank, check_degree
 from pd_serve.engine.parameters import num_parameters
-from pd_serve.engine.runner import ModelRunner
+from pd_serve.engine.runner import ModelRunner, TokenSampler
 from pd_serve.engine.sampler import Sampler
 from pd_serve.engine.weights import CheckpointWeights, RandomWeights, WeightSource
 from pd_serve.errors import ConfigError
@@ -56,6 +61,15 @@ class EnginePlan:
     num_ranks: int
     """That share the model out: `layout` is of one of them, `info` of the whole."""
     has_random_weights: bool
+    graph_rows: int = 0
+    """Rows of the largest decode step that is captured (graphs.py); 0: none is."""
+    latent_attention: str = "auto"
+    """As in EngineConfig."""
+
+    @property
+    def num_idle_blocks(self) -> int:
+        """The pool's last ones, which no sequence may have: captured steps write their idle rows there."""
+        return 1 if self.graph_rows else 0
 
 
 def plan_engine(path: Path, config: Config, group: Collective | None = None) -> EnginePlan:
@@ -94,6 +108,7 @@ def plan_engine(path: Path, config: Config, group: Collective | None = None) -> 
         num_blocks = group.minimum(budget_nbytes // layout.pool_nbytes)
     if num_blocks < 1:
         raise ConfigError(f"the KV pool has no room for a single block of {layout.pool_nbytes} bytes")
+    has_graphs = config.engine.cuda_graphs and device.type == "cuda" and num_blocks > 1 and can_be_captured(info, group.num_ranks)
     return EnginePlan(
         path=path,
         info=info,
@@ -104,6 +119,8 @@ def plan_engine(path: Path, config: Config, group: Collective | None = None) -> 
         rank=group.rank,
         num_ranks=group.num_ranks,
         has_random_weights=is_random,
+        graph_rows=config.engine.max_running if has_graphs else 0,
+        latent_attention=config.engine.latent_attention,
     )
 
 
@@ -125,10 +142,22 @@ def load_runner(
     else:
         weights = CheckpointWeights(Checkpoint.open(plan.path), dtype, device)
     with torch.inference_mode():
-        settings = BuildSettings(plan.layout.block_size, plan.max_len, dtype, device, group)
+        latents = LatentSettings(plan.latent_attention, plan.layout.dtype.has_scales)
+        settings = BuildSettings(plan.layout.block_size, plan.max_len, dtype, device, group, latents)
         model, attention = build_model(info, weights, settings)
-    sampler = Sampler(info.eos_token_ids) if settings.share.is_first else None
-    return ModelRunner(model, attention, cache, sampler, device, clock)
+    sampler = _sampler(info, device) if settings.share.is_first else None
+    runner = ModelRunner(model, attention, cache, sampler, device, clock)
+    if plan.graph_rows:
+        assert isinstance(attention, VarlenAttention), "can_be_captured() leaves no other"
+        graph_settings = GraphSettings(plan.graph_rows, plan.layout.num_blocks - 1, plan.max_len, device)
+        graphs = GraphedDecode(model, attention, cache, CudaCapturer(device), graph_settings)
+        graphs.warm_up()
+        runner.use_graphs(graphs)
+    return runner
+
+
+def _sampler(info: ModelInfo, device: torch.device) -> TokenSampler:
+    return DeviceSampler(info.eos_token_ids, device) if device.type == "cuda" else Sampler(info.eos_token_ids)
 
 
 def choose_device(name: str) -> torch.device:

@@ -6,20 +6,29 @@ batch are written (on CUDA: enqueued, with an event recorded) and before that la
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Generic
+from typing import Generic, Protocol
 
 import torch
 
 from pd_serve.clock import Clock
 from pd_serve.engine.attention.base import AttentionBackend, PlanT
-from pd_serve.engine.batch import Batch, SampledToken, StepResult
+from pd_serve.engine.batch import Batch, SampledToken, SampleSpec, StepResult
+from pd_serve.engine.graphs import GraphedDecode
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.layer_events import LayerEvents
 from pd_serve.engine.models.registry import DecoderModel
-from pd_serve.engine.sampler import Sampler
+from pd_serve.engine.sampler import Choice
 from pd_serve.engine.step_inputs import StepInputs, build_step_inputs
+
+
+class TokenSampler(Protocol):
+    """sampler.Sampler, or on CUDA device_sampler.DeviceSampler: the same tokens."""
+
+    def sample(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> tuple[Choice, ...]:
+        """One choice per row of `logits` [num_rows, vocab_size]. Raises EngineError where a row holds no finite maximum."""
+        ...
 
 
 class ModelRunner(Generic[PlanT]):
@@ -30,7 +39,7 @@ class ModelRunner(Generic[PlanT]):
         model: DecoderModel[PlanT],
         attention: AttentionBackend[PlanT],
         cache: PagedCache,
-        sampler: Sampler | None,
+        sampler: TokenSampler | None,
         device: torch.device,
         clock: Clock,
     ) -> None:
@@ -43,6 +52,11 @@ class ModelRunner(Generic[PlanT]):
         self._sampler = sampler
         self._device = device
         self._clock = clock
+        self._graphs: GraphedDecode[PlanT] | None = None
+
+    def use_graphs(self, graphs: GraphedDecode[PlanT]) -> None:
+        """From now on decode steps that fit are replayed. Precondition: made of this runner's parts, and warm."""
+        self._graphs = graphs
 
     def execute(self, batch: Batch, on_layer: Callable[[int], None] | None = None) -> StepResult:
         """Compute the batch, write its KV, sample. `on_layer(i)` is called for every layer in order when batch.has_push.
@@ -52,7 +66,9 @@ class ModelRunner(Generic[PlanT]):
         rank is gone.
         """
         started_at = self._clock.now()
-        inputs = build_step_inputs(batch.entries, self.cache.layout.block_size, self._device)
+        # A graph's inputs travel together: they are built on the host.
+        home = self._device if self._graphs is None else torch.device("cpu")
+        inputs = build_step_inputs(batch.entries, self.cache.layout.block_size, home)
         if self._sampler is None:
             inputs = replace(inputs, sampled_rows=inputs.sampled_rows[:0], sampled_entries=())
         with torch.inference_mode():
@@ -67,6 +83,12 @@ class ModelRunner(Generic[PlanT]):
 
     def forward(self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Logits of the sampled rows, [num_sampled, vocab_size]; must run under inference mode."""
+        if self._graphs is not None:
+            # The hook is called between a layer's kernels, which a graph does not give away.
+            logits = self._graphs.forward(inputs) if on_layer is None else None
+            if logits is not None:
+                return logits
+            inputs = inputs.on(self._device)
         hook = on_layer
         if on_layer is not None and self.layer_events is not None:
             hook = self.layer_events.recording(on_layer)

@@ -39,17 +39,17 @@ class Sampler:
         """One choice per row of `logits` [num_rows, vocab_size]. Raises EngineError where a row holds no finite maximum."""
         if not specs:
             return ()
-        if all(_is_greedy(spec.params) and not _is_adjusted(spec) and spec.params.num_logprobs < 0 for spec in specs):
+        if all(is_greedy(spec.params) and not is_adjusted(spec) and spec.params.num_logprobs < 0 for spec in specs):
             return tuple(Choice(token_id, None) for token_id in _largest(logits))
         adjusted = logits.float()
         if adjusted is logits:
             adjusted = logits.clone()
         logprobs = _raw_logprobs(logits, specs)
         for row, spec in zip(adjusted, specs, strict=True):
-            if _is_adjusted(spec):
+            if is_adjusted(spec):
                 _adjust(row, spec, self._eos_token_ids)
         token_ids = _largest(adjusted)
-        drawn = [index for index, spec in enumerate(specs) if not _is_greedy(spec.params)]
+        drawn = [index for index, spec in enumerate(specs) if not is_greedy(spec.params)]
         if drawn:
             for index, token_id in zip(drawn, _draw(adjusted[drawn], [specs[index] for index in drawn]), strict=True):
                 token_ids[index] = token_id
@@ -59,11 +59,11 @@ class Sampler:
         )
 
 
-def _is_greedy(params: SamplingParams) -> bool:
+def is_greedy(params: SamplingParams) -> bool:
     return params.temperature < _MIN_TEMPERATURE
 
 
-def _is_adjusted(spec: SampleSpec) -> bool:
+def is_adjusted(spec: SampleSpec) -> bool:
     params = spec.params
     return bool(
         spec.eos_masked or params.logit_bias or params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -32,6 +32,11 @@ class StepInputs:
     """In row order: one per prefill entry and per token of a decode entry."""
     sampled_entries: tuple[int, ...]
     """Index in the batch of the entry that each sampled row belongs to."""
+
+    def on(self, device: torch.device) -> StepInputs:
+        """The same with its tensors there."""
+        names = ("token_ids", "positions", "slots", "sampled_rows")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
 def build_step_inputs(entries: Sequence[BatchEntry], block_size: int, device: torch.device) -> StepInputs:

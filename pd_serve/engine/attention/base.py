@@ -18,6 +18,7 @@ from pd_serve.engine.batch import Phase
 from pd_serve.engine.kv_cache import KVLayer
 
 PlanT = TypeVar("PlanT")
+PlanT_co = TypeVar("PlanT_co", covariant=True)
 
 FULL = 0
 """As a window: none."""
@@ -40,11 +41,26 @@ class AttentionGeometry:
     has_sinks: bool = False
     num_planes: int = 2
     """Keys and values; 1: latents, which are keys and values at once (MLA, absorbed)."""
+    latent_rank: int = 0
+    """With one plane: how many elements of a cached vector, the first ones, are its value; the others are its rotated part."""
 
     @property
     def scale(self) -> float:
         scale: float = self.head_dim**-0.5 if self.query_scale is None else self.query_scale
         return scale
+
+
+@dataclass(frozen=True, slots=True)
+class LatentSettings:
+    """What attends over latents (MLA) on CUDA."""
+
+    backend: str = "auto"
+    """As EngineConfig.latent_attention."""
+    has_scaled_cache: bool = False
+    """The pool's elements are scaled (fp8): no kernel reads them in place."""
+
+
+ANY_LATENTS = LatentSettings()
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,4 +105,22 @@ class AttentionBackend(Protocol[PlanT]):
 
         Returns [num_tokens, num_heads * head_dim].
         """
+        ...
+
+
+class DecodeBuffers(Protocol[PlanT_co]):
+    """A plan of decode rows, one per sequence, in memory that keeps its place: what reads it can be captured once and replayed."""
+
+    def plan(self, num_rows: int) -> PlanT_co:
+        """Of the first `num_rows` rows, whatever lies there when it is used."""
+        ...
+
+    def fill(self, spans: Sequence[QuerySpan], num_rows: int, idle_block: int) -> None:
+        """One query per span; the rows behind them, up to `num_rows`, see the first slot of `idle_block`."""
+        ...
+
+
+class CapturableAttention(AttentionBackend[PlanT], Protocol[PlanT]):
+    def decode_buffers(self, max_rows: int, max_len: int) -> DecodeBuffers[PlanT]:
+        """`max_len`: longest context in tokens."""
         ...

@@ -73,8 +73,8 @@ def _build_deepseek(
 ) -> tuple[DecoderModel[Any], AttentionBackend[Any]]:
     from pd_serve.engine.models.deepseek import DeepseekModel
 
-    geometry = replace(geometry_of(info, settings), query_scale=latent.query_scale, num_planes=1)
-    attention = attention_for(geometry, settings.dtype, settings.device)
+    geometry = replace(geometry_of(info, settings), query_scale=latent.query_scale, num_planes=1, latent_rank=latent.kv_rank)
+    attention = attention_for(geometry, settings.dtype, settings.device, settings.latents)
     rotary = RotaryTable(info.rope, latent.rope_head_dim, settings.max_len, settings.dtype, settings.device)
     return DeepseekModel(info, weights, rotary, attention, settings.group), attention
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pd_serve.engine.attention.base import ANY_LATENTS, LatentSettings
 from pd_serve.engine.parallel import Collective
 from pd_serve.engine.parallel_shares import Share
 
@@ -19,6 +20,7 @@ class BuildSettings:
     device: torch.device
     group: Collective
     """The ranks among which the model is shared out."""
+    latents: LatentSettings = ANY_LATENTS
 
     @property
     def share(self) -> Share:

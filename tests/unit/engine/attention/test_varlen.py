@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from pd_serve.engine.attention.base import AttentionGeometry, LayerRule, QuerySpan
-from pd_serve.engine.attention.varlen import VarlenAttention
+from pd_serve.engine.attention.varlen import VarlenAttention, VarlenBuffers
 from pd_serve.engine.batch import Phase
 from pd_serve.errors import ModelError
 from tests.unit.engine.attention.reference import attend, layer_of, scattered_spans
@@ -85,3 +85,27 @@ def test_sinks_that_a_layer_brings_are_refused_as_well() -> None:
     backend = VarlenAttention(GEOMETRY, torch.device("cpu"), _definition)
     with pytest.raises(ModelError, match="sinks"):
         backend.attend(torch.zeros(27, 4, 8), layer_of(torch.zeros(40, 2, 16, 2, 8)), backend.plan(spans), LayerRule(sinks=torch.zeros(4)))
+
+
+def test_torchs_kernel_takes_the_shapes_of_captured_steps() -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.nn.attention.varlen import varlen_attn_out
+
+    spans = scattered_spans([(D, 3, 1), (D, 63, 1)], 16, 40)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        backend = VarlenAttention(GEOMETRY, torch.device("cpu"), varlen_attn, varlen_attn_out)
+        buffers = VarlenBuffers(16, 4, 256, torch.device("cpu"))
+        queries, slab = torch.empty(4, 4, 8, dtype=torch.bfloat16), torch.empty(40, 2, 16, 2, 8, dtype=torch.bfloat16)
+        assert backend.attend(queries, layer_of(slab), buffers.plan(4)).shape == (4, 32)
+    real = VarlenBuffers(16, 4, 256, torch.device("cpu"))
+    real.fill(spans, 4, 39)
+    (call,) = real.plan(4).calls
+    assert call.context_lens.tolist() == [4, 64, 1, 1]
+    assert call.block_table.shape == (4, 16)
+    assert [row[:4] for row in call.block_table.tolist()] == [
+        [spans[0].block_table[0], 0, 0, 0],
+        list(spans[1].block_table),
+        [39, 0, 0, 0],
+        [39, 0, 0, 0],
+    ]
+    assert call.cumulative_queries.tolist() == [0, 1, 2, 3, 4]
