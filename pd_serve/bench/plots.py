@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 """Told apart by the colour-blind as well. Source: Okabe and Ito 2008."""
+LEAST = 0.01
+"""On a logarithmic scale: what is less, gaps of tokens that came in one piece among it, is drawn here."""
 _DPI = 110
 _NUM_WINDOWS = 240
 _MAX_DOTS = 20_000
@@ -42,10 +44,10 @@ def png(draw: Callable[[Axes], None], title: str, size: tuple[float, float] = (8
 
 
 def cdf(series: Mapping[str, Sequence[float]], title: str, xlabel: str) -> bytes:
-    """Share of values up to x, one curve a series, x logarithmic; above, the tail is what counts, so y is as well: 1 - share."""
+    """Share of values above x, one curve a series. Both scales are logarithmic: the tail is what counts."""
 
     def draw(axes: Axes) -> None:
-        shown = {name: sorted(values) for name, values in series.items() if values}
+        shown = {name: sorted(max(value, LEAST) for value in values) for name, values in series.items() if values}
         for color, (name, ordered) in zip(_colors(len(shown)), shown.items(), strict=True):
             count = len(ordered)
             axes.step(ordered, [1 - index / count for index in range(count)], where="post", label=name, color=color, linewidth=1.4)
@@ -62,7 +64,7 @@ def timeline(series: Mapping[str, Points], title: str, ylabel: str) -> bytes:
     """Dots (seconds, value), and the largest value of each short window as a line; y is logarithmic."""
 
     def draw(axes: Axes) -> None:
-        shown = {name: points for name, points in series.items() if points}
+        shown = {name: [(moment, max(value, LEAST)) for moment, value in points] for name, points in series.items() if points}
         end_s = max((points[-1][0] for points in map(sorted, shown.values())), default=0.0)
         for color, (name, points) in zip(_colors(len(shown)), shown.items(), strict=True):
             step = max(1, len(points) // _MAX_DOTS)
