@@ -23,6 +23,7 @@ from pd_serve.child_process import die_with_parent
 from pd_serve.config import SecurityConfig
 from pd_serve.tls import client_tls
 from tests.patience import PATIENCE_S, Waiting
+from tests.pids import send
 from tests.ports import free_port, free_ports
 
 START_TIMEOUT_S = 120.0
@@ -141,8 +142,7 @@ class Cluster:
     def kill_worker(self, role: str, index: int = 0) -> dict[str, Any]:
         """SIGKILL to every process of a worker: rank first, then front."""
         worker = self.worker(role, index)
-        for pid in (*worker["rank_pids"], worker["pid"]):
-            os.kill(pid, signal.SIGKILL)
+        send((*worker["rank_pids"], worker["pid"]), signal.SIGKILL)
         return worker
 
     def metric(self, address: str, name: str, **labels: str) -> float:
@@ -154,6 +154,22 @@ class Cluster:
             if sample == name and all(f'{key}="{wanted}"' in label_text for key, wanted in labels.items()):
                 total += float(value)
         return total
+
+    def settled_metric(self, address: str, name: str, **labels: str) -> float:
+        """The metric, once it stands still."""
+        told: list[float] = []
+
+        def has_settled() -> bool:
+            told.append(self.metric(address, name, **labels))
+            return len(told) > 2 and told[-1] == told[-2] == told[-3]
+
+        wait_until(has_settled, PATIENCE_S, f"{name} stands still", 0.1)
+        return told[-1]
+
+    def assert_counts(self, address: str, name: str, expected: float, **labels: str) -> None:
+        """The metric comes to be just that. A worker tells of what it has counted when it becomes idle, which is after its last answer."""
+        wait_until(lambda: self.metric(address, name, **labels) >= expected, CLEAN_TIMEOUT_S, f"{name} is {expected}")
+        assert self.metric(address, name, **labels) == expected
 
     def num_held(self) -> int:
         """Requests, sequences, leases and blocks that are held for any request, on all workers and in the router; not the prefix cache."""
@@ -190,8 +206,7 @@ class Cluster:
     def kill(self) -> None:
         assert self.process is not None
         if self.process.poll() is None:
-            for child in psutil.Process(self.process.pid).children(recursive=True):
-                child.kill()
+            send([child.pid for child in psutil.Process(self.process.pid).children(recursive=True)], signal.SIGKILL)
             self.process.kill()
         self.process.wait()
 

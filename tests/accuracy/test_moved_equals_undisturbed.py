@@ -22,11 +22,11 @@ PROMPT = [(index * 7919) % 40000 + 300 for index in range(77)]
 Told = tuple[int, TokenLogprobs | None]
 
 
-def go_on(runner: ModelRunner[Any], generated: list[int]) -> list[Told]:
-    """Tokens and log-probabilities of an attempt that begins with `generated`, to the end."""
+def go_on(runner: ModelRunner[Any], generated: list[int], end: int = NUM_TOKENS) -> list[Told]:
+    """Tokens and log-probabilities of an attempt that begins with `generated`, up to `end` tokens in all."""
     pool = BlockPool(runner.cache.layout.num_blocks, runner.cache.layout.block_size, prefix_cache=False)
     scheduler = Scheduler(SchedulerSettings(512, 8, 0, frozenset(), 1024), pool)
-    sampling = SamplingParams(max_tokens=NUM_TOKENS - len(generated), temperature=0.9, seed=5, num_logprobs=1)
+    sampling = SamplingParams(max_tokens=end - len(generated), temperature=0.9, seed=5, num_logprobs=1)
     scheduler.add(Sequence(AttemptId(1), SequenceKind.LOCAL, PROMPT + generated, len(PROMPT), sampling))
     told: list[Told] = []
     step_id = 0
@@ -43,8 +43,8 @@ def test_a_moved_request_goes_on_bit_by_bit(dtype: str, demo_folder: Path) -> No
     runner = make_runner(demo_folder, dtype)
     undisturbed = go_on(runner, [])
     assert len(undisturbed) == NUM_TOKENS
-    for num_generated in (1, 36):
-        assert go_on(runner, [token for token, _ in undisturbed[:num_generated]]) == undisturbed[num_generated:], num_generated
+    for num_generated, end in ((1, 6), (36, NUM_TOKENS)):
+        assert go_on(runner, [token for token, _ in undisturbed[:num_generated]], end) == undisturbed[num_generated:end], num_generated
 
 
 def test_prefilling_what_was_generated_is_caught(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.cluster import Cluster, running
+from tests.cluster import CLEAN_TIMEOUT_S, Cluster, running, wait_until
 from tests.unit.engine.model_folders import write_config
 
 SHAPE: dict[str, Any] = {"vocab_size": 20_480, "hidden_size": 64, "intermediate_size": 128, "max_position_embeddings": 1024}
@@ -46,10 +46,11 @@ async def answers(cluster: Cluster) -> list[Any]:
         return [await ask(prompt) for prompt in PROMPTS] + list(await asyncio.gather(*map(ask, PROMPTS)))
 
 
-def packed_nbytes(cluster: Cluster) -> tuple[float, float]:
-    """(pushed, packed) by all prefill workers."""
+def all_was_packed(cluster: Cluster) -> bool:
+    """Of the bytes that prefill has pushed."""
     address = cluster.worker("prefill")["address"]
-    return tuple(cluster.metric(address, f"pd_serve_kv_{name}_bytes_total") for name in ("transfer", "packed"))  # type: ignore[return-value]
+    packed, pushed = (cluster.metric(address, f"pd_serve_kv_{name}_bytes_total") for name in ("packed", "transfer"))
+    return 0 < packed == pushed
 
 
 @pytest.fixture
@@ -64,8 +65,7 @@ async def test_blocks_of_other_sizes_and_order_give_the_same_answers(model: str,
     with running(tmp_path / "two", model=model, settings={**settings, **EXACT}) as cluster:
         assert await answers(cluster) == expected
         cluster.assert_clean()
-        pushed, packed = packed_nbytes(cluster)
-        assert pushed == packed > 0
+        wait_until(lambda: all_was_packed(cluster), CLEAN_TIMEOUT_S, "all that was pushed was packed")
         assert cluster.metric(cluster.url, "pd_serve_moves_total") == 0
 
 
@@ -75,6 +75,5 @@ async def test_a_pool_of_eight_bits_is_filled_by_a_worker_of_sixteen(model: str,
         first = await answers(cluster)
         assert first == await answers(cluster), "whatever is cached by now"
         cluster.assert_clean()
-        pushed, packed = packed_nbytes(cluster)
-        assert pushed == packed > 0
+        wait_until(lambda: all_was_packed(cluster), CLEAN_TIMEOUT_S, "all that was pushed was packed")
         assert cluster.metric(cluster.url, "pd_serve_moves_total") == 0

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.cluster import Cluster, running
+from tests.cluster import CLEAN_TIMEOUT_S, Cluster, running, wait_until
 
 KV_NBYTES_PER_TOKEN = 2 * 30 * 3 * 64 * 4
 """SmolLM2-135M in float32: keys and values, 30 layers, 3 KV heads of 64."""
@@ -55,25 +56,24 @@ def test_every_kv_byte_is_pushed_one_sided_into_reserved_blocks(cluster: Cluster
     lane = next(peer for peer in prefill["peers"] if peer["peer"].startswith(decode["id"]))
     assert lane["one_sided"], lane
     cluster.assert_clean()
-    before = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
+    before = cluster.settled_metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
     prompt = list(range(1000, 1123))
     _complete(cluster, prompt, 4)
     cluster.assert_clean()
-    pushed = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total") - before
-    assert pushed == len(prompt) * KV_NBYTES_PER_TOKEN
+    cluster.assert_counts(prefill["address"], "pd_serve_kv_transfer_bytes_total", before + len(prompt) * KV_NBYTES_PER_TOKEN)
     assert cluster.metric(decode["address"], "pd_serve_stale_records_total") == 0
 
 
 def test_a_second_request_pushes_only_the_missing_suffix(cluster: Cluster) -> None:
     prefill = cluster.worker("prefill")
     prompt = list(range(3000, 3100))
+    before = cluster.settled_metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
     first = _complete(cluster, prompt, 8)
     cluster.assert_clean()
-    before = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total")
+    cluster.assert_counts(prefill["address"], "pd_serve_kv_transfer_bytes_total", before + 100 * KV_NBYTES_PER_TOKEN)
     second = _complete(cluster, prompt, 8)
     cluster.assert_clean()
-    pushed = cluster.metric(prefill["address"], "pd_serve_kv_transfer_bytes_total") - before
-    assert pushed == (100 - 96) * KV_NBYTES_PER_TOKEN
+    cluster.assert_counts(prefill["address"], "pd_serve_kv_transfer_bytes_total", before + (100 + 100 - 96) * KV_NBYTES_PER_TOKEN)
     assert second["choices"][0]["text"] == first["choices"][0]["text"]
 
 
@@ -125,7 +125,9 @@ def test_what_a_request_did_can_be_read_from_the_metrics(cluster: Cluster) -> No
         (cluster.url, "pd_serve_routing_decisions_total", {"kind": "disaggregated"}),
         (cluster.url, "pd_serve_linked_workers", {"role": "decode"}),
     ):
-        assert cluster.metric(address, name, **labels) > 0, (address, name, labels)
+        # Not at once: a worker tells of what it has counted when it becomes idle.
+        read = partial(cluster.metric, address, name, **labels)
+        wait_until(lambda read=read: read() > 0, CLEAN_TIMEOUT_S, f"{name} {labels} is counted")
     text = httpx.get(f"{decode['address']}/metrics").text
     assert all(f'pd_serve_leases{{state="{state}"}} 0.0' in text for state in ("granted", "quarantined"))
 

@@ -156,7 +156,7 @@ def _fatal_or_skip(rank: RankUnderTest) -> str:
 
 
 def test_ctrl_c_does_not_end_a_rank_but_drain_and_stop_do(tmp_path: Path) -> None:
-    rank = RankUnderTest(tmp_path, "x", Role.BOTH)
+    rank = small_rank(tmp_path)
     try:
         rank.driver.wait_ready()
         rank.process.send_signal(signal.SIGINT)
@@ -168,8 +168,13 @@ def test_ctrl_c_does_not_end_a_rank_but_drain_and_stop_do(tmp_path: Path) -> Non
         rank.close()
 
 
+def small_rank(folder: Path) -> RankUnderTest:
+    """Of random weights: it ends like one of the demo model."""
+    return RankUnderTest(folder, "x", Role.BOTH, model={"id": str(write_config(folder / "model")), "load_format": "random"})
+
+
 def test_rank_ends_when_its_front_does(tmp_path: Path) -> None:
-    rank = RankUnderTest(tmp_path, "x", Role.BOTH)
+    rank = small_rank(tmp_path)
     try:
         rank.driver.wait_ready()
         rank.connection.close()

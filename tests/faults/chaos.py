@@ -6,7 +6,6 @@ Whatever ends is started again, as an orchestrator does; that something ends whi
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ import httpx
 
 from tests.faults.separate import SeparateCluster
 from tests.faults.whole import is_whole
+from tests.pids import send
 
 RECOVERY_TIMEOUT_S = 90.0
 CLEAN_OF_A_ROUTER_S = 5.0
@@ -87,11 +87,11 @@ class Chaos:
         ranks, front, name = worker["rank_pids"], worker["pid"], worker["id"]
         match fault.kind:
             case "kill rank":
-                _signal(ranks, signal.SIGKILL)
+                send(ranks, signal.SIGKILL)
             case "kill front":
-                _signal([front], signal.SIGKILL)
+                send([front], signal.SIGKILL)
             case "kill both":
-                _signal([*ranks, front], signal.SIGKILL)
+                send([*ranks, front], signal.SIGKILL)
             case "drain":
                 await self._drain(name)
             case "stop front":
@@ -147,17 +147,8 @@ def is_listening(cluster: SeparateCluster) -> bool:
 
 
 async def _stop(pids: list[int], seconds: float) -> None:
-    _signal(pids, signal.SIGSTOP)
+    send(pids, signal.SIGSTOP)
     try:
         await asyncio.sleep(seconds)
     finally:
-        _signal(pids, signal.SIGCONT)
-
-
-def _signal(pids: list[int], signum: signal.Signals) -> None:
-    """To those that are still there: a stopped one may have been fenced."""
-    for pid in pids:
-        try:
-            os.kill(pid, signum)
-        except ProcessLookupError:
-            continue
+        send(pids, signal.SIGCONT)  # a stopped one may have been fenced

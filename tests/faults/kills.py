@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import signal
 import statistics
 import sys
@@ -23,6 +22,7 @@ import httpx
 
 from tests.cluster import Cluster, running
 from tests.faults.mixed_load import REQUEST_TIMEOUT_S, Clients, Heard, prepare
+from tests.pids import send
 
 SETTINGS = {"kv.num_blocks": "160", "worker.heartbeat_s": "0.5"}
 """A pool that the questions' prompts do not all fit into: prompts are computed and moved again and again, not found in the cache."""
@@ -147,8 +147,7 @@ class Campaign:
         workers = [self._cluster.worker(role, index) for role, index in places]
         for worker in workers:
             pids = {"rank": worker["rank_pids"], "front": [worker["pid"]], "both": [*worker["rank_pids"], worker["pid"]]}[kill.victim]
-            for pid in pids:
-                os.kill(pid, signal.SIGKILL)
+            send(pids, signal.SIGKILL)
         return workers
 
     async def _whole_again(self, victims: list[dict[str, Any]]) -> None:

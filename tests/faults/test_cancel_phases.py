@@ -16,6 +16,7 @@ import pytest
 
 from tests.cluster import Cluster, running, wait_until
 from tests.faults.clients import LeavingClient, ask
+from tests.pids import is_running, send
 from tests.unit.engine.model_folders import write_config
 
 CHUNK = 128
@@ -100,9 +101,9 @@ def num_quarantined(cluster: Cluster) -> int:
 
 
 def computed_tokens(cluster: Cluster) -> float:
-    """Of an idle worker: a busy one's counters are up to half a second old, one that becomes idle tells at once."""
+    """Of an idle worker: a busy one's counters are up to half a second old, one that becomes idle tells at once, if after its answer."""
     cluster.assert_clean()
-    return cluster.metric(cluster.worker("prefill")["address"], "pd_serve_computed_tokens_total", phase="prefill")
+    return cluster.settled_metric(cluster.worker("prefill")["address"], "pd_serve_computed_tokens_total", phase="prefill")
 
 
 def seconds_until_clean(cluster: Cluster, within_s: float = CLEAN_WITHIN_S) -> float:
@@ -223,7 +224,7 @@ def test_blocks_of_a_silent_writer_come_back_by_the_hard_fence(cluster: Cluster,
     wait_until(lambda: num_quarantined(cluster) == 0, HARD_FENCE_AFTER_S + 5, "they come back", 0.01)
     quarantine_s = time.monotonic() - left_at
     assert quarantine_s >= HARD_FENCE_AFTER_S - 0.1, "given back while the writer could still write"
-    assert not is_running(writer["rank_pids"][0])
+    wait_until(lambda: not is_running(writer["rank_pids"][0]), 20, "the writer has been killed")
     wait_until(lambda: is_whole(cluster), 60, "the writer was started again and has joined")
     record_property("figures", {"quarantine_s": quarantine_s, "whole_again_s": time.monotonic() - left_at})
     assert cluster.worker("prefill")["incarnation"] != writer["incarnation"]
@@ -240,8 +241,7 @@ def test_a_client_that_stays_is_answered_though_its_writer_fell_silent(cluster: 
         try:
             text = answer.result(60)
         finally:
-            if is_running(writer["rank_pids"][0]):
-                os.kill(writer["rank_pids"][0], signal.SIGCONT)
+            send(writer["rank_pids"], signal.SIGCONT)
     record_property("figures", {"answered_s": time.monotonic() - began_at})
     wait_until(lambda: is_whole(cluster), 60, "both workers are back")
     assert ask(cluster.url, prompt, 8) == text
@@ -277,10 +277,3 @@ def own_memory(process: psutil.Process) -> int:
 
 def health(worker: dict[str, Any]) -> int:
     return httpx.get(f"{worker['address']}/health", timeout=60).status_code
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -95,6 +95,15 @@ class Process:
         assert flushed["token"] == token
         return flushed
 
+    def wait_streaming(self, other: Process) -> None:
+        """Until a round of its stream has been flushed; the other takes its steps meanwhile."""
+        for _ in range(int(PATIENCE_S / 0.1)):
+            other.call("run", seconds=0.05)
+            self.call("run", seconds=0.05)
+            if self.call("stream_state")["ok"]:
+                return
+        raise AssertionError(f"nothing that {self.peer} has streamed arrived")
+
     def allow(self, writer: Process, lease: int = 1, epoch: int = 1, end: int = POOL_NBYTES) -> None:
         self.call("window", writer=writer.peer, start=0, end=end, lease=lease, epoch=epoch)
 

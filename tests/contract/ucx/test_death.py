@@ -8,6 +8,7 @@ import time
 import pytest
 
 from pd_serve.transport.ucx.sessions import SILENCE_LIMIT_S
+from tests.cluster import wait_until
 from tests.contract.ucx.processes import POOL_NBYTES, Cluster, Process
 from tests.patience import PATIENCE_S
 
@@ -39,7 +40,7 @@ def kill_with_writes_queued(writer: Process, target: Process) -> None:
     assert target.call("run", seconds=0.2) < 0.2
 
 
-@pytest.mark.parametrize("round_number", [*range(3), *(pytest.param(number, marks=pytest.mark.slow) for number in range(3, 20))])
+@pytest.mark.parametrize("round_number", [0, *(pytest.param(number, marks=pytest.mark.slow) for number in range(1, 20))])
 def test_a_busy_target_outlives_a_writer_killed_with_writes_queued(cluster: Cluster, round_number: int) -> None:
     """F39: with emulated puts the target aborted when it came back."""
     writer, target = cluster.pair()
@@ -79,7 +80,7 @@ def test_nothing_depends_on_the_queue_that_all_senders_over_shared_memory_share(
         assert target.wait("NoticeReceived")["peer"] == process.peer
 
 
-@pytest.mark.parametrize("num_rounds", [5, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rounds", [3, pytest.param(60, marks=pytest.mark.slow)])
 def test_senders_that_are_killed_while_they_send_make_nobody_deaf(cluster: Cluster, num_rounds: int) -> None:
     """Over a queue that all share, 10 to 20 rounds were enough."""
     target, bystander = cluster.start("target"), cluster.start("bystander")
@@ -105,8 +106,7 @@ def test_senders_that_are_killed_while_they_send_make_nobody_deaf(cluster: Clust
 def test_a_writer_whose_target_is_killed_hears_of_it_at_once(cluster: Cluster) -> None:
     writer, target = cluster.pair()
     writer.call("stream", peer=target.peer, nbytes=CHUNK, lease=1)
-    writer.call("run", seconds=0.1)
-    assert writer.call("stream_state")["ok"] > 0
+    writer.wait_streaming(target)
     target.kill()
     writer.wait("PeerLost", AT_ONCE_S)
     writer.call("stop_stream")
@@ -161,10 +161,8 @@ def test_a_stopped_writer_is_not_taken_for_dead_and_goes_on(cluster: Cluster) ->
     if not cluster.one_sided:
         assert target.call("close_window", lease=1)
     writer.signal(signal.SIGCONT)
-    writer.call("run", seconds=0.2)
-    state = writer.call("stream_state")
-    assert state["ok"] > 0
-    assert state["failed"] == 0
+    writer.wait_streaming(target)
+    assert writer.call("stream_state")["failed"] == 0
 
 
 def test_late_writes_of_a_stopped_writer_do_not_land_after_the_window_closed(tcp_cluster: Cluster) -> None:
@@ -178,8 +176,8 @@ def test_late_writes_of_a_stopped_writer_do_not_land_after_the_window_closed(tcp
     target.call("fill", value=3)
     writer.signal(signal.SIGCONT)
     writer.call("run", seconds=0.2)
+    wait_until(lambda: target.call("resources")["refused_writes"] > 0, PATIENCE_S, "late writes are refused")
     assert target.call("count", value=3) == POOL_NBYTES
-    assert target.call("resources")["refused_writes"] > 0
 
 
 def test_a_silent_writer_with_keys_is_only_fenced_by_its_end(shm_cluster: Cluster) -> None:

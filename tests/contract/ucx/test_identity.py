@@ -23,7 +23,9 @@ from pd_serve.transport.ucx.messages import NONCE_NBYTES, TOKEN_NBYTES, WIRE_VER
 from pd_serve.transport.ucx.metadata import LaneAddress, MetadataCodec, UcxMetadata
 from pd_serve.transport.ucx.process import current_process
 from pd_serve.transport.ucx.seam import OK, Channel, Endpoint, Worker
+from tests.cluster import wait_until
 from tests.contract.ucx.processes import POOL_NBYTES, SECRET, Cluster, Process
+from tests.patience import PATIENCE_S
 from tests.ports import free_port
 
 ROW = [(0, 0, 65536)]
@@ -140,7 +142,7 @@ def test_a_peer_restarted_on_the_same_host_is_joined_anew(cluster: Cluster, num_
 
 
 def test_either_side_may_be_early_and_a_refused_join_succeeds_when_added_again(cluster: Cluster) -> None:
-    early = cluster.start("early", join_timeout_s=0.6)
+    early = cluster.start("early", join_timeout_s=2.0)
     late = cluster.start("late")
     early.add(late)
     refused = early.wait("PeerRefused")
@@ -214,9 +216,8 @@ def test_a_stranger_writes_nothing_joins_nothing_and_crashes_nothing(cluster: Cl
     target.receive()
     assert [kind for kind, _ in target.call("events")] == []
     assert target.call("count", value=0) == POOL_NBYTES
-    resources = target.call("resources")
-    assert resources["refused_hellos"] >= 5
-    assert resources["refused_writes"] >= 5
+    for refused in ("refused_hellos", "refused_writes"):
+        wait_until(lambda refused=refused: target.call("resources")[refused] >= 5, PATIENCE_S, f"{refused} are counted")
     writer.call("pattern", seed=4)
     writer.add(target)
     assert target.wait("PeerJoined")["peer"] == writer.peer
@@ -238,7 +239,9 @@ class CarelessEndpoint(LibucpEndpoint):
         """Left to the end of the worker: closing by force is for endpoints with error handling."""
 
 
-def put_as_a_stranger(address: bytes, kind: type[LibucpEndpoint], target_address: int, progress: Callable[[], object]) -> bool:
+def put_as_a_stranger(
+    address: bytes, kind: type[LibucpEndpoint], target_address: int, progress: Callable[[], object], within_s: float
+) -> bool:
     """Put 64 KiB of sevens to another's address with a key of one's own memory (on tcp keys hold no secret). True when flushed."""
     binding = LibucpBinding()
     context = binding.open_context({"TLS": "tcp", "NET_DEVICES": "lo"}, one_sided=True)
@@ -249,8 +252,8 @@ def put_as_a_stranger(address: bytes, kind: type[LibucpEndpoint], target_address
     key = endpoint.unpack_key(memory.pack_key())
     endpoint.put([ctypes.addressof(source)], [target_address], [65536], key, None)
     flush = endpoint.flush()
-    until = time.monotonic() + 0.7
-    while time.monotonic() < until:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until and flush.poll() != OK:
         worker.progress()
         progress()
     was_flushed = flush.poll() == OK and endpoint.failure is None
@@ -268,7 +271,7 @@ def test_a_stranger_with_a_valid_key_cannot_put_over_tcp(tcp_cluster: Cluster, k
     """F43: the target's context has no RMA, and its address offers no puts."""
     target = tcp_cluster.start("target")
     target.send("run", seconds=1.2)
-    assert not put_as_a_stranger(metadata_of(target).address_on(Lane.TCP), kind, target.address, lambda: None)
+    assert not put_as_a_stranger(metadata_of(target).address_on(Lane.TCP), kind, target.address, lambda: None, 0.7)
     target.receive()
     assert target.call("count", value=0) == POOL_NBYTES
     other = tcp_cluster.start("other")
@@ -281,7 +284,7 @@ def test_the_check_catches_a_context_whose_address_offers_puts() -> None:
     context = LibucpBinding().open_context(options, one_sided=False)
     worker = context.create_worker()
     memory = ctypes.create_string_buffer(65536)
-    assert put_as_a_stranger(worker.address(), CarelessEndpoint, ctypes.addressof(memory), worker.progress)
+    assert put_as_a_stranger(worker.address(), CarelessEndpoint, ctypes.addressof(memory), worker.progress, PATIENCE_S)
     assert memory.raw == b"\x07" * 65536
     worker.close()
     context.close()

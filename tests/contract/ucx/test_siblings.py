@@ -49,8 +49,8 @@ def first_dies_second_writes_on(cluster: Cluster, kind: type[LeaseTable]) -> tup
         target.allow(writer, lease=window)
         writer.call("fill", value=window)
         writer.call("stream", peer=target.peer, nbytes=CHUNK, lease=window)
-    target.call("run", seconds=0.5)
-    assert all(writer.call("stream_state")["ok"] for writer in writers)
+    for writer in writers:
+        writer.wait_streaming(target)
 
     first.kill()
     assert target.wait("PeerLost")["fenced"]

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import psutil
 import pytest
 
 from pd_serve.cli.launch import Launcher, LaunchError
@@ -20,6 +19,7 @@ from pd_serve.cli.launch_child import Child
 from pd_serve.cli.launch_plan import Machine, plan_launch
 from pd_serve.config_sources import Sources
 from tests.patience import PATIENCE_S, Waiting
+from tests.pids import is_running
 from tests.ports import free_ports
 
 FAKE = (sys.executable, str(Path(__file__).with_name("fake_process.py")))
@@ -93,8 +93,7 @@ async def launched(tmp_path: Path, *sets: str, words: str = "", monkeypatch: pyt
         run.task.cancel()
         with suppress(asyncio.CancelledError, LaunchError):
             await run.task
-        left = [child.pid for child in launcher.children if child.pid and psutil.pid_exists(child.pid)]
-        assert not [pid for pid in left if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
+        assert not [child.pid for child in launcher.children if child.pid and is_running(child.pid)]
 
 
 async def test_one_signal_stops_the_router_first_and_exits_0(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,6 +195,4 @@ async def test_children_end_with_a_launcher_that_was_killed(tmp_path: Path) -> N
     out, _ = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     pids = [int(word) for word in out.split()]
     assert len(pids) == 3
-    await until(
-        lambda: not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in pids), "all have ended"
-    )
+    await until(lambda: not any(map(is_running, pids)), "all have ended")

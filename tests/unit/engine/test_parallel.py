@@ -142,9 +142,9 @@ def test_a_rank_that_left_or_stays_away_ends_the_step_with_an_engine_error(folde
             return ranks.leader.runner.execute(_batch(PROMPTS[0]))
 
     with pytest.raises(EngineError, match="rank 0 lost the other ranks"):
-        leaders_step(20.0, leaves=True)
+        leaders_step(60.0, leaves=True)
     with pytest.raises(EngineError, match="rank 0 lost the other ranks"):
-        leaders_step(1.0, leaves=False)
+        leaders_step(3.0, leaves=False)
 
 
 def test_a_plan_for_more_ranks_than_there_are_is_refused(folders: dict[str, Path]) -> None:

@@ -45,6 +45,7 @@ from pd_serve.wire import PROTOCOL_VERSION
 from router.pool import PoolSettings, WorkerPool
 from tests.fakes import joined, load, peer_id, peer_info, sampling, serving, welcome
 from tests.hostile import mutated
+from tests.patience import PATIENCE_S
 from workers.front_app import build_app
 from workers.front_links import Link, Links
 from workers.front_view import FrontView, Identity
@@ -131,7 +132,7 @@ async def _to_front(payloads: list[bytes | str]) -> None:
                 for payload in payloads:
                     await socket.send(payload)
                 if is_bad:
-                    await asyncio.wait_for(socket.recv(), 5)
+                    await asyncio.wait_for(socket.recv(), PATIENCE_S)
                     raise AssertionError("something came instead of a close")
             except ConnectionClosed:
                 assert is_bad
@@ -159,7 +160,7 @@ async def _raw_to_front(payloads: list[bytes], is_upgraded: bool) -> None:
         for payload in payloads:
             writer.write(payload)
         writer.write_eof()
-        await asyncio.wait_for(reader.read(), 5)
+        await asyncio.wait_for(reader.read(), PATIENCE_S)
         writer.close()
         async with connect(url.replace("http", "ws") + LINK_PATH, additional_headers=headers("other"), proxy=None) as socket:
             await socket.recv()
@@ -204,7 +205,7 @@ async def _to_router(payloads: list[bytes | str]) -> None:
 
     async with hostile_worker(payloads) as address:
         link = await open_link(address, LinkSettings(RouterId("r"), SECRET), on_frame, lambda link, reason: closed.set_result(reason))
-        reason = await asyncio.wait_for(closed, 5)
+        reason = await asyncio.wait_for(closed, PATIENCE_S)
         assert not link.send(Ping(1))
         assert ("protocol error" in reason or "not one binary message" in reason) == is_bad, reason
         await _to_pool(address)

@@ -40,6 +40,7 @@ from pd_serve.protocol.link import (
 from pd_serve.protocol.sampling import SamplingParams
 from pd_serve.wire import PROTOCOL_VERSION
 from tests.patience import PATIENCE_S, Waiting
+from tests.pids import is_running
 from tests.ports import free_port
 from workers.host_identity import host_id
 
@@ -113,7 +114,7 @@ def running(tmp_path: Path, *modes: str, settings: tuple[str, ...] = ()) -> Iter
         text = log.read_text()
         if "rank process " in text:
             pid = worker.rank_pid
-            wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the rank is gone")
+            wait_until(lambda: not is_running(pid), "the rank is gone")
 
 
 @pytest.fixture(scope="module")
@@ -421,7 +422,7 @@ def test_rank_dies_with_a_front_that_was_killed(tmp_path: Path) -> None:
         pid = worker.until_ready().rank_pid
         os.kill(pid, signal.SIGSTOP)
         worker.process.kill()
-        wait_until(lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE, "the rank is gone")
+        wait_until(lambda: not is_running(pid), "the rank is gone")
 
 
 def test_front_refuses_to_listen_beyond_loopback_without_a_secret(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def identity(process: subprocess.Popen[bytes]) -> ProcessIdentity:
     return ProcessIdentity(process.pid, start_time)
 
 
-def wait(fences: Fences, timeout_s: float = 5.0) -> bool:
+def wait(fences: Fences, timeout_s: float = 60.0) -> bool:
     return bool(select.select([fences], [], [], timeout_s)[0])
 
 
