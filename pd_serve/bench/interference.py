@@ -18,8 +18,9 @@ from pd_serve.bench.cluster import ClusterSpec
 from pd_serve.bench.cores import CoreShare
 from pd_serve.bench.errors import BenchError
 from pd_serve.bench.interference_pictures import draw_interference
-from pd_serve.bench.interference_turns import Measured, in_sequence, mean_load, replay, take_turns, warm_up
+from pd_serve.bench.interference_turns import Measured, Run, in_sequence, mean_load, replay, take_turns, warm_up
 from pd_serve.bench.machine import MachineLoad, MachineWatch, differs
+from pd_serve.bench.process_use import Use
 from pd_serve.bench.progress import Bars
 from pd_serve.bench.results import (
     ArmResult,
@@ -47,7 +48,9 @@ from pd_serve.bench.victims import (
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
 DEFAULT_BUDGETS = (64, 128, 256, 512, 1024, 2048)
 _BUDGET = "engine.max_batch_tokens"
-_EXPECTED_TO_DIFFER = frozenset({"worker.id", "engine.cpu_affinity", "engine.threads", _BUDGET})
+_EXPECTED_TO_DIFFER = frozenset(
+    {"worker.id", "engine.cpu_affinity", "engine.threads", _BUDGET, "launch.prefill", "launch.decode", "launch.colocated"}
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,12 @@ class InterferenceSettings:
     """Of the colocated arm; 0: the best of the sweep."""
     client: ClientSettings = field(default_factory=ClientSettings)
     name: str = ""
+
+    is_apart: bool = True
+    """Router, fronts and client stay off the cores of decode while the disaggregated cluster is measured."""
+
+    def run(self) -> Run:
+        return Run(self.test, self.cores.prefill if self.cores is not None and self.is_apart else ())
 
     def disaggregated(self) -> ClusterSpec:
         return self._cluster({} if self.cores is None else self.cores.apart(), prefill=1, decode=1)
@@ -126,11 +135,11 @@ async def run_interference(settings: InterferenceSettings, sweep_path: Path, pat
     async with opened(specs, settings.client, bars) as arms:
         for arm in arms:
             await warm_up(arm, settings.test)
-        measured = await take_turns(arms, settings.test, settings.num_rounds, path, bars)
+        measured = await take_turns(arms, settings.run(), settings.num_rounds, path, bars)
         config = {process: values for arm in arms for process, values in arm.config.items()}
     results = {name: _arm_result(path, name, found) for name, found in measured.items()}
     notes = [*_load_notes(measured), *_config_notes(config), *_sweep_notes(sweep, settings.is_local and not settings.budget)]
-    parameters: dict[str, Scalar] = {**_told_test(settings.test), "rounds": settings.num_rounds}
+    parameters: dict[str, Scalar] = {**_told_test(settings.test), "rounds": settings.num_rounds, "apart": settings.is_apart}
     described = Described("interference", settings.name, parameters, config, tuple(notes))
     load = mean_load([load for found in measured.values() for load in found.loads])
     result = new_result(described, load, results, started_at)
@@ -146,9 +155,20 @@ def _arm_result(path: Path, name: str, found: Measured) -> ArmResult:
     figures = beside_baseline(pooled(found.injected), pooled(found.baseline))
     if found.idle_cores:
         figures["idle_cores"] = sum(found.idle_cores) / len(found.idle_cores)
-    figures |= {f"busy_cores.{process}": sum(cores) / len(cores) for process, cores in found.busy_cores.items()}
+    figures |= _use_figures("", found.used) | _use_figures("baseline_", found.baseline_used)
     write_records(path, f"{name}-baseline", in_sequence(found.baseline))
     return ArmResult(figures, write_records(path, name, in_sequence(found.injected)), _told_load(mean_load(found.loads)))
+
+
+def _use_figures(prefix: str, runs: Sequence[Mapping[str, Use]]) -> dict[str, float]:
+    """Mean over the runs, by process; waiting only of what computes."""
+    figures: dict[str, float] = {}
+    for process in dict.fromkeys(name for used in runs for name in used):
+        mine = [used[process] for used in runs if process in used]
+        figures[f"{prefix}busy_cores.{process}"] = sum(use.running_s for use in mine) / len(mine)
+        if "/" in process:
+            figures[f"{prefix}waiting_cores.{process}"] = sum(use.waiting_s for use in mine) / len(mine)
+    return figures
 
 
 def _told_test(test: VictimsTest) -> dict[str, Scalar]:

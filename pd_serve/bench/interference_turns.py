@@ -6,17 +6,16 @@ import asyncio
 import gc
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import msgspec
-import psutil
 
 from pd_serve.bench.arms import Arm
 from pd_serve.bench.client import Endpoint
-from pd_serve.bench.cluster import LocalCluster
 from pd_serve.bench.errors import BenchError
 from pd_serve.bench.machine import MachineLoad, MachineWatch
+from pd_serve.bench.process_use import Use, place_fronts, placed_client, use_of
 from pd_serve.bench.progress import Bars
 from pd_serve.bench.records import RequestPlan, RequestRecord
 from pd_serve.bench.rounds import shifted
@@ -35,12 +34,26 @@ class Measured:
     """While it was measured."""
     idle_cores: list[float] = field(default_factory=list)
     """CPU that the arm's processes took while another one was measured."""
-    busy_cores: dict[str, list[float]] = field(default_factory=dict)
-    """CPU of each process in a run with injection."""
+    used: list[dict[str, Use]] = field(default_factory=list)
+    """By each of its processes in each run with injection, in cores ..."""
+    baseline_used: list[dict[str, Use]] = field(default_factory=list)
+    """... and without."""
 
 
-async def take_turns(arms: Sequence[Arm], test: VictimsTest, num_rounds: int, path: Path, bars: Bars) -> dict[str, Measured]:
+@dataclass(frozen=True, slots=True)
+class Run:
+    test: VictimsTest
+    aside: tuple[int, ...]
+    """Cores for what computes nothing (router, fronts, this client) while the disaggregated cluster is measured; empty: any."""
+    is_injected: bool = False
+
+
+async def take_turns(arms: Sequence[Arm], run: Run, num_rounds: int, path: Path, bars: Bars) -> dict[str, Measured]:
     """By arm. Each round's requests go into a file beside `path` and are read from it. Raises BenchError when a request fails."""
+    test = run.test
+    for arm in arms:
+        if run.aside and arm.cluster is not None and arm.cluster.spec.decode:
+            place_fronts(arm.cluster, run.aside)
     measured = {arm.name: Measured() for arm in arms}
     bar = bars.add("runs", 2 * len(arms) * num_rounds)
     for turn in range(num_rounds):
@@ -50,7 +63,7 @@ async def take_turns(arms: Sequence[Arm], test: VictimsTest, num_rounds: int, pa
         for is_injected in (False, True):
             part = plans if is_injected else [plan for plan in plans if plan.kind == VICTIM]
             for arm in arms if turn % 2 == 0 else tuple(reversed(arms)):
-                await _measure(arm, arms, part, (test, is_injected), measured)
+                await _measure(arm, arms, part, replace(run, is_injected=is_injected), measured)
                 bar.advance()
     return measured
 
@@ -122,13 +135,11 @@ async def warm_up(arm: Arm, test: VictimsTest) -> None:
         raise BenchError(f"{arm.name} ({arm.endpoint.url}) fails already at its first requests: {failed}")
 
 
-async def _measure(
-    arm: Arm, arms: Sequence[Arm], plans: Sequence[RequestPlan], run: tuple[VictimsTest, bool], measured: Mapping[str, Measured]
-) -> None:
-    """`run`: the test, and whether this is with injection."""
-    test, is_injected = run
-    before, started = {one.name: _cpu_seconds(one.cluster) for one in arms}, time.monotonic()
-    with MachineWatch(window_s=None) as watch:
+async def _measure(arm: Arm, arms: Sequence[Arm], plans: Sequence[RequestPlan], run: Run, measured: Mapping[str, Measured]) -> None:
+    test, is_injected = run.test, run.is_injected
+    client_cores = run.aside if arm.cluster is not None and arm.cluster.spec.decode else ()
+    before, started = {one.name: use_of(one.cluster) for one in arms}, time.monotonic()
+    with placed_client(client_cores), MachineWatch(window_s=None) as watch:
         records = await replay(arm.endpoint, plans, test)
     seconds = time.monotonic() - started
     if failed := next((record.error for record in records if not record.ok), ""):
@@ -137,29 +148,12 @@ async def _measure(
     (mine.injected if is_injected else mine.baseline).append(Round(tuple(records), test.window))
     mine.loads.append(watch.load)
     for one in arms:
-        used = {name: (value - before[one.name].get(name, 0.0)) / seconds for name, value in _cpu_seconds(one.cluster).items()}
+        used = {name: _cores(use.since(before[one.name].get(name, Use(0.0, 0.0))), seconds) for name, use in use_of(one.cluster).items()}
         if one is not arm:
-            measured[one.name].idle_cores.append(sum(used.values()))
-        elif is_injected:
-            for name, cores in used.items():
-                mine.busy_cores.setdefault(name, []).append(cores)
+            measured[one.name].idle_cores.append(sum(use.running_s for use in used.values()))
+        else:
+            (mine.used if is_injected else mine.baseline_used).append(used)
 
 
-def _cpu_seconds(cluster: LocalCluster | None) -> dict[str, float]:
-    """By process, a worker's ranks apart from its front; empty for an endpoint that was there already."""
-    seconds: dict[str, float] = {}
-    for process in cluster.processes if cluster is not None else ():
-        try:
-            front = psutil.Process(process.pid)
-            seconds[process.name] = _used(front)
-            children = front.children(recursive=True)
-            if children:
-                seconds[f"{process.name}/rank"] = sum(_used(child) for child in children)
-        except psutil.Error:
-            continue
-    return seconds
-
-
-def _used(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
+def _cores(use: Use, seconds: float) -> Use:
+    return Use(use.running_s / seconds, use.waiting_s / seconds)

@@ -52,6 +52,10 @@ def interference(
     ] = None,
     budget: Annotated[int, typer.Option("--budget", min=0, help="Chunk budget; 0: the best of the sweep", rich_help_panel=_COLOCATED)] = 0,
     clusters: Annotated[bool, typer.Option("--clusters/--no-clusters", help="Start the disaggregated and the colocated arm")] = True,
+    apart: Annotated[
+        bool,
+        typer.Option("--apart/--no-apart", help="Keep router, fronts and this client on the cores of prefill, where cores are pinned"),
+    ] = True,
     arm: ArmOption = None,
     cores_per_role: CoresOption = 1,
     model: BenchModelOption = "",
@@ -84,6 +88,7 @@ def interference(
         budget=budget,
         client=ClientSettings(api_key=api_key),
         name=name,
+        is_apart=apart,
     )
     path = result_path(out, "interference", name)
     kept = sweep_file or path.with_name("interference-sweep.json")
