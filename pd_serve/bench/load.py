@@ -12,10 +12,9 @@ from pd_serve.bench.machine import MachineLoad, MachineWatch
 from pd_serve.bench.progress import Bars
 from pd_serve.bench.records import RequestPlan, RequestRecord
 from pd_serve.bench.results import ArmResult, Config, Described, Result, Scalar, new_result, now_iso, write_records, write_result
-from pd_serve.bench.rounds import interleaved
+from pd_serve.bench.rounds import Rounds, interleaved
 from pd_serve.bench.runner import closed_loop, open_loop
 from pd_serve.bench.statistics import Slo, goodput, load_figures, offered, rate_at_attainment
-from pd_serve.bench.trace import SpedUp
 from pd_serve.bench.workload import Workload, make_plans, random_tokens
 
 WARMUP_SEED = 1_000_003
@@ -29,7 +28,7 @@ class Point:
     rate: float = 0.0
     concurrency: int = 0
     speed_up: float = 1.0
-    """Of the times that given plans have."""
+    """Of the times that a trace has."""
 
     @property
     def label(self) -> str:
@@ -42,14 +41,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """`plans` replaces the workload: every point sends the very same requests."""
+    """`plans` replaces the workload."""
 
     arms: tuple[ArmSpec, ...]
     client: ClientSettings
     points: tuple[Point, ...]
     workload: Workload
     slo: Slo = field(default_factory=Slo)
-    plans: Sequence[RequestPlan] = ()
+    plans: tuple[Sequence[RequestPlan], ...] = ()
+    """Those of every point, or one sequence for each: prompts that were sent before are in the servers' caches."""
     duration_s: float = 0.0
     """With rates: sends for so long, instead of a number of requests."""
     num_rounds: int = 1
@@ -64,10 +64,14 @@ class LoadSettings:
 class Measured:
     """Records by (arm, point), and what the machine did meanwhile."""
 
-    records: dict[tuple[str, Point], list[RequestRecord]]
+    rounds: dict[tuple[str, Point], Rounds]
     load: MachineLoad
     config: Config
     started_at: str
+
+    @property
+    def records(self) -> dict[tuple[str, Point], list[RequestRecord]]:
+        return {key: [record for part in rounds for record in part] for key, rounds in self.rounds.items()}
 
 
 async def run_load(settings: LoadSettings, path: Path, bars: Bars) -> Result:
@@ -81,7 +85,7 @@ async def run_load(settings: LoadSettings, path: Path, bars: Bars) -> Result:
         label = f"{name} {point.label}" if len(settings.points) > 1 else name
         file = write_records(path, label.replace(" ", "-"), records)
         parameters: dict[str, Scalar] = {"arm": name, "rate": point.rate, "concurrency": point.concurrency, "speed_up": point.speed_up}
-        arms[label] = ArmResult(_figures(settings, point, records), file, parameters)
+        arms[label] = ArmResult(_figures(settings, point, measured.rounds[name, point]), file, parameters)
     described = Described(settings.kind, settings.name, _parameters(settings), measured.config, tuple(_notes(settings, measured)))
     result = new_result(described, measured.load, arms, measured.started_at)
     write_result(path, result)
@@ -92,11 +96,11 @@ async def measure(settings: LoadSettings, bars: Bars) -> Measured:
     """Every point on every arm, rounds interleaved. Raises BenchError."""
     async with opened(settings.arms, settings.client, bars) as arms:
         await _warm_up(settings, arms, bars)
-        records: dict[tuple[str, Point], list[RequestRecord]] = {}
+        rounds: dict[tuple[str, Point], Rounds] = {}
         started_at = now_iso()
         with MachineWatch() as watch:
-            for point in settings.points:
-                plans = _plans(settings, point)
+            for index, point in enumerate(settings.points):
+                plans = _plans(settings, index)
                 bar = bars.add(point.label or settings.kind, len(plans) * len(arms))
 
                 async def run(
@@ -108,18 +112,18 @@ async def measure(settings: LoadSettings, bars: Bars) -> Measured:
                     return await open_loop(arm.endpoint, part, bar)
 
                 for name, found in (await interleaved(arms, plans, settings.num_rounds, run)).items():
-                    records[name, point] = found
+                    rounds[name, point] = found
         config = {process: values for arm in arms for process, values in arm.config.items()}
-    return Measured(records, watch.load, config, started_at)
+    return Measured(rounds, watch.load, config, started_at)
 
 
-def _plans(settings: LoadSettings, point: Point) -> Sequence[RequestPlan]:
+def _plans(settings: LoadSettings, index: int) -> Sequence[RequestPlan]:
+    """Of one point of the sweep. Its prompts are drawn anew: those of the point before are in the servers' caches."""
     if settings.plans:
-        return settings.plans if point.speed_up == 1.0 else SpedUp(settings.plans, point.speed_up)
-    workload = replace(settings.workload, rate=point.rate)
-    if point.rate and settings.duration_s:
-        workload = replace(workload, num_requests=max(1, round(point.rate * settings.duration_s)))
-    return make_plans(workload)
+        return settings.plans[index % len(settings.plans)]
+    point, workload = settings.points[index], settings.workload
+    num_requests = max(1, round(point.rate * settings.duration_s)) if point.rate and settings.duration_s else workload.num_requests
+    return make_plans(replace(workload, rate=point.rate, num_requests=num_requests, seed=workload.seed + index))
 
 
 async def _warm_up(settings: LoadSettings, arms: Sequence[Arm], bars: Bars) -> None:
@@ -127,7 +131,7 @@ async def _warm_up(settings: LoadSettings, arms: Sequence[Arm], bars: Bars) -> N
     if not settings.num_warmups:
         return
     if settings.plans:
-        plans = [_redrawn(plan, settings.workload.vocab) for plan in settings.plans[: settings.num_warmups]]
+        plans = [_redrawn(plan, settings.workload.vocab) for plan in settings.plans[0][: settings.num_warmups]]
     else:
         plans = make_plans(replace(settings.workload, num_requests=settings.num_warmups, rate=0.0, seed=WARMUP_SEED, kind="warm-up"))
     bar = bars.add("warming up", len(plans) * len(arms))
@@ -142,11 +146,12 @@ def _redrawn(plan: RequestPlan, vocab: int) -> RequestPlan:
     return RequestPlan(plan.index, "warm-up", 0.0, prompt, min(plan.max_tokens, 16))
 
 
-def _figures(settings: LoadSettings, point: Point, records: Sequence[RequestRecord]) -> dict[str, float]:
+def _figures(settings: LoadSettings, point: Point, rounds: Rounds) -> dict[str, float]:
+    records = [record for part in rounds for record in part]
     figures = load_figures(records).figures()
     figures["rejected_share"] = figures["rejected"] / len(records)
     if not point.concurrency:
-        sent = offered(records)
+        sent = offered(*rounds)
         figures |= {"planned_requests_per_s": sent.planned_rate, "offered_requests_per_s": sent.achieved_rate}
         figures |= sent.late.figures("late_s")
     if settings.slo.is_set:
@@ -159,7 +164,7 @@ def _parameters(settings: LoadSettings) -> dict[str, Scalar]:
     workload, slo = settings.workload, settings.slo
     parameters: dict[str, Scalar] = {"seed": workload.seed, "rounds": settings.num_rounds, "warmups": settings.num_warmups}
     if settings.plans:
-        parameters["plans"] = len(settings.plans)
+        parameters["plans"] = len(settings.plans[0])
     else:
         parameters |= {
             "requests": workload.num_requests,
@@ -181,7 +186,7 @@ def _notes(settings: LoadSettings, measured: Measured) -> list[str]:
     if settings.slo.is_set and sum(not point.concurrency for point in settings.points) > 1:
         for arm in settings.arms:
             points = [
-                (round(offered(records).achieved_rate, 3), goodput(records, settings.slo).attainment)
+                (round(offered(*measured.rounds[name, point]).achieved_rate, 3), goodput(records, settings.slo).attainment)
                 for (name, point), records in measured.records.items()
                 if name == arm.name and not point.concurrency
             ]

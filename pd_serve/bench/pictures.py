@@ -22,18 +22,32 @@ OVER_RATE = (
 def pictures(path: Path, result: Result) -> dict[str, bytes]:
     """PNG by a short name. `path` is the result's, beside which its records lie. Raises BenchError."""
     records = {name: found for name, arm in result.arms.items() if (found := read_records(path, arm))}
-    drawn = _of_records(records) if records else {}
-    return drawn | _over_rate(result)
+    drawn = _distributions(records) if records else {}
+    return drawn | _timelines(result, records) | _over_rate(result)
 
 
-def _of_records(records: dict[str, list[RequestRecord]]) -> dict[str, bytes]:
+def _distributions(records: dict[str, list[RequestRecord]]) -> dict[str, bytes]:
     series = {f"{name}{suffix}": some for name, found in records.items() for suffix, some in _by_kind(found)}
     drawn = {"ttft": plots.cdf({name: _ms(ttft(some)) for name, some in series.items()}, "Time to first token", "milliseconds")}
     between = {name: _ms(itl(some)) for name, some in series.items()}
     if any(between.values()):
         drawn["itl"] = plots.cdf(between, "Gaps between tokens", "milliseconds")
-        moments = {name: _timeline(some) for name, some in series.items()}
-        drawn["timeline"] = plots.timeline(moments, "Gaps between tokens as they came; line: the longest of its moment", "milliseconds")
+    return drawn
+
+
+def _timelines(result: Result, records: dict[str, list[RequestRecord]]) -> dict[str, bytes]:
+    """One for each load of a sweep: arms of one load share it, whatever they are called."""
+    by_load: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for name, found in records.items():
+        arm = str(result.arms[name].parameters.get("arm", name))
+        load = name.removeprefix(arm).strip()
+        for suffix, some in _by_kind(found):
+            if moments := _timeline(some):
+                by_load.setdefault(load, {})[f"{arm}{suffix}"] = moments
+    drawn: dict[str, bytes] = {}
+    for load, series in by_load.items():
+        title = f"Gaps between tokens as they came{f', {load}' if load else ''}; line: the longest of its moment"
+        drawn[f"timeline-{load}" if load else "timeline"] = plots.timeline(series, title, "milliseconds")
     return drawn
 
 

@@ -20,6 +20,7 @@ LEAST = 0.01
 """On a logarithmic scale: what is less, gaps of tokens that came in one piece among it, is drawn here."""
 _DPI = 110
 _NUM_WINDOWS = 240
+_LONGEST_BRIDGE = 8
 _MAX_DOTS = 20_000
 
 Points = Sequence[tuple[float, float]]
@@ -53,6 +54,10 @@ def cdf(series: Mapping[str, Sequence[float]], title: str, xlabel: str) -> bytes
             axes.step(ordered, [1 - index / count for index in range(count)], where="post", label=name, color=color, linewidth=1.4)
         axes.set_xscale("log")
         axes.set_yscale("log")
+        if shown:
+            axes.set_xlim(left=0.8 * min(ordered[len(ordered) // 100] for ordered in shown.values()))
+        axes.xaxis.set_major_formatter(_plain)
+        axes.yaxis.set_major_formatter(_plain)
         axes.set_xlabel(xlabel)
         axes.set_ylabel("share of values above")
         _legend(axes, len(shown))
@@ -68,9 +73,13 @@ def timeline(series: Mapping[str, Points], title: str, ylabel: str) -> bytes:
         end_s = max((points[-1][0] for points in map(sorted, shown.values())), default=0.0)
         for color, (name, points) in zip(_colors(len(shown)), shown.items(), strict=True):
             step = max(1, len(points) // _MAX_DOTS)
-            axes.plot(*zip(*points[::step], strict=True), ".", markersize=1.5, alpha=0.35, color=color)
+            axes.plot(*zip(*points[::step], strict=True), ".", markersize=2.5, alpha=0.4, color=color)
             axes.plot(*zip(*_highest(points, end_s), strict=True), linewidth=1.2, color=color, label=name)
         axes.set_yscale("log")
+        if shown:
+            low = min(sorted(value for _, value in points)[len(points) // 100] for points in shown.values())
+            axes.set_ylim(bottom=0.8 * low)
+        axes.yaxis.set_major_formatter(_plain)
         axes.set_xlabel("seconds since the start")
         axes.set_ylabel(ylabel)
         _legend(axes, len(shown))
@@ -93,13 +102,25 @@ def lines(series: Mapping[str, Points], title: str, xlabel: str, ylabel: str) ->
 
 
 def _highest(points: Points, end_s: float) -> list[tuple[float, float]]:
-    """Of each of _NUM_WINDOWS windows that holds any."""
+    """Of each of _NUM_WINDOWS windows; nan where there are none for a while, so that the line is broken there."""
     width = end_s / _NUM_WINDOWS or 1.0
     highest: dict[int, float] = {}
     for moment, value in points:
         window = int(moment / width)
         highest[window] = max(value, highest.get(window, value))
-    return [((window + 0.5) * width, value) for window, value in sorted(highest.items())]
+    line: list[tuple[float, float]] = []
+    last = -1
+    for window, value in sorted(highest.items()):
+        if line and window - last > _LONGEST_BRIDGE:
+            line.append((window * width, float("nan")))
+        line.append(((window + 0.5) * width, value))
+        last = window
+    return line
+
+
+def _plain(value: float, _: object) -> str:
+    """100, not 10 to the power of 2."""
+    return f"{value:g}"
 
 
 def _colors(count: int) -> list[str]:

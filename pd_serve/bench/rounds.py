@@ -18,15 +18,19 @@ RunPlans = Callable[[Arm, Sequence[RequestPlan]], Awaitable[list[RequestRecord]]
 """Runs one round on one arm."""
 
 
-async def interleaved(arms: Sequence[Arm], plans: Sequence[RequestPlan], num_rounds: int, run: RunPlans) -> dict[str, list[RequestRecord]]:
-    """Records by arm, in the order of the plans. Their times are as if the rounds of an arm had followed on each other at once."""
-    records: dict[str, list[RequestRecord]] = {arm.name: [] for arm in arms}
+Rounds = list[list[RequestRecord]]
+"""Records of one arm, round by round."""
+
+
+async def interleaved(arms: Sequence[Arm], plans: Sequence[RequestPlan], num_rounds: int, run: RunPlans) -> dict[str, Rounds]:
+    """By arm, in the order of the plans. Times are as if the rounds of an arm had followed on each other at once."""
+    records: dict[str, Rounds] = {arm.name: [] for arm in arms}
     ended_s = dict.fromkeys(records, 0.0)
     for turn, part in enumerate(cut(plans, num_rounds)):
         for arm in arms if turn % 2 == 0 else tuple(reversed(arms)):
             done = await run(arm, part)
             start_s = ended_s[arm.name] - min(record.sent_s for record in done)
-            records[arm.name] += [shifted(record, start_s) for record in done]
+            records[arm.name].append([shifted(record, start_s) for record in done])
             ended_s[arm.name] += duration(done)
     return records
 

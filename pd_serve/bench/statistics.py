@@ -65,7 +65,7 @@ class Offered(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What an open loop asked of the server, against its plan."""
 
     planned_rate: float
-    """(requests - 1) / time between the first and the last planned."""
+    """(requests - 1) / time between the first and the last planned; of several rounds, both added up."""
     achieved_rate: float
     """The same of the moments they were sent."""
     late: Summary
@@ -189,11 +189,13 @@ def rate_at_attainment(points: Iterable[tuple[float, float]], share: float) -> f
     return best
 
 
-def offered(records: Iterable[RequestRecord]) -> Offered:
-    records = list(records)
-    planned = sorted(record.planned_s for record in records)
-    sent = sorted(record.sent_s for record in records)
-    return Offered(_rate(planned), _rate(sent), summarize(max(0.0, record.sent_s - record.planned_s) for record in records))
+def offered(*rounds: Iterable[RequestRecord]) -> Offered:
+    """Of one or several rounds: the time between two of them is nobody's."""
+    parts = [list(part) for part in rounds]
+    planned = [[record.planned_s for record in part] for part in parts]
+    sent = [[record.sent_s for record in part] for part in parts]
+    late = summarize(max(0.0, record.sent_s - record.planned_s) for part in parts for record in part)
+    return Offered(_rate(planned), _rate(sent), late)
 
 
 def load_figures(records: Iterable[RequestRecord], duration_s: float | None = None) -> LoadFigures:
@@ -232,8 +234,9 @@ def _percentile(ordered: Sequence[float], q: float) -> float:
     return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
-def _rate(moments: Sequence[float]) -> float:
-    return _by(len(moments) - 1, moments[-1] - moments[0]) if moments else 0.0
+def _rate(rounds: Sequence[Sequence[float]]) -> float:
+    filled = [moments for moments in rounds if moments]
+    return _by(sum(len(moments) - 1 for moments in filled), sum(max(moments) - min(moments) for moments in filled))
 
 
 def _by(value: float, divisor: float) -> float:

@@ -121,14 +121,14 @@ def load(
         points=tuple(points) or (Point(),),
         workload=workload,
         slo=slo(slo_ttft_ms, slo_itl_ms, slo_tpot_ms),
-        plans=tuple(read_plans(plans)) if plans is not None else (),
+        plans=(read_plans(plans),) if plans is not None else (),
         duration_s=duration,
         num_rounds=rounds,
         num_warmups=warmup,
         name=name,
     )
     if save_plans is not None:
-        write_plans(save_plans, settings.plans or make_plans(replace(workload, rate=points[0].rate)))
+        write_plans(save_plans, settings.plans[0] if settings.plans else make_plans(replace(workload, rate=points[0].rate)))
     path = result_path(out, "load", name)
     with Bars(json) as bars:
         result = run(run_load(settings, path, bars))

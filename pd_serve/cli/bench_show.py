@@ -12,6 +12,7 @@ from rich.table import Table
 from pd_serve.bench.figures import shown
 from pd_serve.bench.results import Result
 
+_FILE_WIDTH = 140
 BUSY_CORES = 0.25
 """Load by others above which a run is told to be of little worth."""
 
@@ -22,6 +23,8 @@ def show(result: Result, path: Path, as_json: bool) -> None:
         print(msgspec.json.encode(result).decode())
         return
     console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _FILE_WIDTH)
     table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
     for arm in result.arms:

@@ -75,19 +75,21 @@ def trace(
     from pd_serve.bench.progress import Bars
     from pd_serve.bench.results import result_path
     from pd_serve.bench.runner import run
-    from pd_serve.bench.trace import Scaling, TracePlans, read_trace
+    from pd_serve.bench.trace import Scaling, SpedUp, TracePlans, read_trace
     from pd_serve.bench.workload import LengthRange, Workload
     from pd_serve.cli.bench_show import show
 
-    scaling = Scaling(block_tokens, max_input, max_output, vocab, seed)
-    plans = TracePlans(read_trace(file, limit, minutes), scaling)
+    requests = read_trace(file, limit, minutes)
+    speeds = numbers("--speed-up", speed_up)
+    scalings = [Scaling(block_tokens, max_input, max_output, vocab, seed + index) for index in range(len(speeds))]
+    plans = [SpedUp(TracePlans(requests, scaling), speed) for scaling, speed in zip(scalings, speeds, strict=True)]
     settings = LoadSettings(
         arms=ArmChoice(url, arm or (), prefill, decode, colocated, model, set_ or ()).specs(),
         client=ClientSettings(model, api_key, timeout),
-        points=tuple(Point(speed_up=value) for value in numbers("--speed-up", speed_up)),
-        workload=Workload(len(plans), LengthRange(1, 1), LengthRange(1, 1), vocab=vocab, seed=seed),
+        points=tuple(Point(speed_up=speed) for speed in speeds),
+        workload=Workload(len(requests), LengthRange(1, 1), LengthRange(1, 1), vocab=vocab, seed=seed),
         slo=slo(slo_ttft_ms, slo_itl_ms, slo_tpot_ms),
-        plans=plans,
+        plans=tuple(plans),
         num_rounds=rounds,
         num_warmups=warmup,
         kind="trace",
@@ -97,7 +99,7 @@ def trace(
             ("block_tokens", block_tokens),
             ("max_input", max_input),
             ("max_output", max_output),
-            ("ideal_prefix_hit_rate", plans.ideal_hit_rate()),
+            ("ideal_prefix_hit_rate", TracePlans(requests, scalings[0]).ideal_hit_rate()),
         ),
     )
     path = result_path(out, "trace", settings.name)

@@ -57,6 +57,7 @@ def test_a_sweep_becomes_a_page_with_pictures(tmp_path: Path, capsys: pytest.Cap
         assert bench("load", "--url", stub.url, *SHORT, "--rate", "500,1000", "--slo-ttft-ms", "1000", "--out", out) == 0
     result = read_result(out)
     assert list(result.arms) == ["endpoint rate=500", "endpoint rate=1000"]
+    assert len({str(body["prompt"]) for body in stub.bodies}) == len(stub.bodies) == 13
     assert result.arms["endpoint rate=500"].figures["slo_attainment"] == 1.0
     assert "99% up to" in result.notes[0]
     assert "rate=1000" in capsys.readouterr().out
@@ -64,7 +65,7 @@ def test_a_sweep_becomes_a_page_with_pictures(tmp_path: Path, capsys: pytest.Cap
     page, *pictures = map(Path, capsys.readouterr().out.split())
     text = page.read_text()
     assert text.count("data:image/png;base64,") == len(pictures)
-    assert {"sweep.ttft.png", "sweep.itl.png", "sweep.timeline.png", "sweep.over-rate-goodput_requests_per_s.png"} <= {
+    assert {"sweep.ttft.png", "sweep.itl.png", "sweep.timeline-rate=500.png", "sweep.over-rate-goodput_requests_per_s.png"} <= {
         path.name for path in pictures
     }
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)

@@ -95,3 +95,11 @@ def test_offered_load_tells_how_late_it_was() -> None:
     assert offered.achieved_rate == pytest.approx(2 / 3)
     assert offered.late.max == pytest.approx(1.0)
     assert offered.late.p50 == pytest.approx(0.5)
+
+
+def test_the_time_between_rounds_offers_nothing() -> None:
+    first = [record(0.0, 1.0), record(1.0, 2.0, planned_s=1.0)]
+    second = [record(50.0, 51.0, planned_s=50.0), record(52.0, 53.0, planned_s=52.0)]
+    offered = statistics.offered(first, second)
+    assert offered.planned_rate == pytest.approx(2 / 3)
+    assert offered.achieved_rate == pytest.approx(2 / 3)
