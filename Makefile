@@ -8,10 +8,12 @@ TORCH_INDEX ?=
 CONSTRAINTS := configs/constraints-cpu.txt
 PIP       := $(VENV)/bin/python -m pip --disable-pip-version-check
 PYTEST    := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(VENV)/bin/python -m pytest
+BENCH     := $(VENV)/bin/pd-serve bench
+ONE_CORE_EACH := --set engine.threads=1 --set prefill.engine.cpu_affinity=0 --set decode.engine.cpu_affinity=1 --set colocated.engine.cpu_affinity=0
 # make serve ARGS='--prefill 2 --model Qwen/Qwen3-0.6B'
 ARGS      ?=
 
-.PHONY: help install serve test test-long test-matrix sim soak lint bench clean
+.PHONY: help install serve test test-long test-matrix sim soak lint bench bench-gpu clean
 
 help:
 	@echo "make install     build $(VENV) with everything the CPU needs"
@@ -22,7 +24,8 @@ help:
 	@echo "make sim         the simulator over 100,000 seeds (fewer: ARGS='--seeds 1000'; replay: ARGS='--seed K')"
 	@echo "make soak        a real cluster under load, cancels, kills, freezes and drains for 3 minutes (more: ARGS='--minutes 60 --seed 7')"
 	@echo "make lint        ruff and mypy"
-	@echo "make bench       the speed report, into bench-results/"
+	@echo "make bench       a short set of measurements with a page, into bench-results/quick (more: pd-serve bench --help)"
+	@echo "make bench-gpu   the GPU path against its limits, in under 8 minutes, into bench-results/gpu.json"
 	@echo "make clean       remove $(VENV) and what the tools left behind"
 
 install: $(VENV)/.installed
@@ -61,10 +64,15 @@ lint: install
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
+# A short set, some minutes on two cores: each command interleaves its arms; longer runs and what the figures mean: docs/benchmarks.md.
 bench: install
-	@test -f tests/bench/speed.py || { echo "make bench needs tests/bench, which is not in this copy" >&2; exit 1; }
-	$(PIP) install --quiet -c $(CONSTRAINTS) -e '.[bench]'
-	$(VENV)/bin/python -m tests.bench.speed $(ARGS)
+	rm -rf bench-results/quick
+	$(BENCH) handover --requests 6 --out bench-results/quick/handover.json
+	$(BENCH) interference --count 3 --budget 256 --out bench-results/quick/interference.json
+	$(BENCH) load --arm disaggregated=1p1d --arm colocated=1c $(ONE_CORE_EACH) --concurrency 1,8 --requests 16 --rounds 2 \
+		--input 128 --output 48 --slo-ttft-ms 500 --slo-tpot-ms 50 --out bench-results/quick/load.json
+	$(BENCH) report bench-results/quick/handover.json bench-results/quick/interference.json bench-results/quick/load.json \
+		--out bench-results/quick/report.html
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
