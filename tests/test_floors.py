@@ -60,6 +60,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "fastapi": ("router*", "workers.front*"),
     "starlette": ("router*", "workers.front*"),
     "uvicorn": ("router.main", "workers.front", "pd_serve.protocol.server"),
+    "flashinfer": ("pd_serve.engine.attention.flashinfer_mla",),
     "ucp": ("pd_serve.transport.ucx.ucxpy",),
     "libucx": ("pd_serve.transport.ucx.libucp",),
     "nixl_cu12": ("pd_serve.transport.nixl.binding",),

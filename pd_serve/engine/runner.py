@@ -54,7 +54,12 @@ class ModelRunner(Generic[PlanT]):
         self._clock = clock
         self._graphs: GraphedDecode[PlanT] | None = None
 
-    def use_graphs(self, graphs: GraphedDecode[PlanT]) -> None:
+    @property
+    def graphs(self) -> GraphedDecode[PlanT] | None:
+        """That decode steps are replayed from; None: every step is eager."""
+        return self._graphs
+
+    def use_graphs(self, graphs: GraphedDecode[PlanT] | None) -> None:
         """From now on decode steps that fit are replayed. Precondition: made of this runner's parts, and warm."""
         self._graphs = graphs
 
