@@ -25,14 +25,20 @@ def show(result: Result, path: Path, as_json: bool) -> None:
     console = Console(highlight=False)
     if not console.is_terminal:
         console.width = max(console.width, _FILE_WIDTH)
+    names = list(dict.fromkeys(name for arm in result.arms.values() for name in arm.figures))
+    cells = {
+        (name, arm): "" if (value := figures.figures.get(name)) is None else shown(name, value)
+        for name in names
+        for arm, figures in result.arms.items()
+    }
+    is_wide = len(result.arms) > len(names)
+    rows, columns = (list(result.arms), names) if is_wide else (names, list(result.arms))
     table = Table(header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("", no_wrap=True)
-    for arm in result.arms:
-        table.add_column(arm, justify="right", overflow="fold")
-    names = dict.fromkeys(name for arm in result.arms.values() for name in arm.figures)
-    for name in names:
-        values = (arm.figures.get(name) for arm in result.arms.values())
-        table.add_row(name, *("" if value is None else shown(name, value) for value in values))
+    for column in columns:
+        table.add_column(column, justify="right", overflow="fold")
+    for row in rows:
+        table.add_row(row, *(cells[(column, row) if is_wide else (row, column)] for column in columns))
     console.print(table)
     for note in result.notes:
         console.print(f"note: {note}", markup=False, soft_wrap=True)
