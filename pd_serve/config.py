@@ -51,6 +51,9 @@ class EngineConfig(Section):
     max_running: int = Field(256, ge=1, description="Sequences in one step")
     max_waiting: int = Field(1024, ge=0, description="Prompts that may wait inside the worker")
     prefill_chunk: int = Field(0, ge=0, description="Longest prefill chunk in tokens; 0: as the budget allows")
+    warm_up_s: float = Field(
+        2.0, ge=0, description="Seconds at start in which the usual sizes of steps are computed once, lest the first requests wait for it"
+    )
     cuda_graphs: bool = Field(True, description="On CUDA, replay decode steps as captured graphs; one KV block is set aside for them")
     latent_attention: Literal["auto", "torch", "flashinfer"] = Field(
         "auto", description="On CUDA, what attends over latents (MLA); auto: FlashInfer where it is installed and takes the model's sizes"
@@ -74,6 +77,9 @@ class TransportConfig(Section):
     )
     staging_slot_bytes: int = Field(
         256 * 1024, ge=4096, description="Part of it that one conversion takes: KV of one layer is converted and sent in such pieces"
+    )
+    push_bytes: int = Field(
+        4 * 1024 * 1024, ge=0, description="Least KV of one push in bytes: layers of which a step writes less go together; 0: each by itself"
     )
     verify: bool = Field(False, description="Digest of every transferred block in the completion record, checked by decode")
 

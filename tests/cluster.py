@@ -84,7 +84,8 @@ class Cluster:
         command += ["--dtype", self.dtype, "--device", self.device, "--log-dir", str(self.log_dir)]
         if self.restart:
             command.append("--restart")
-        for key, value in (self._ports() | self.settings).items():
+        # Most tests start a cluster for a few requests: those may well be the first.
+        for key, value in ({"engine.warm_up_s": "0"} | self._ports() | self.settings).items():
             command += ["--set", f"{key}={value}"]
         env = dict(os.environ, OMP_WAIT_POLICY="PASSIVE")
         with (self.log_dir / "up.log").open("w") as log:

@@ -24,7 +24,7 @@ class WorkerOfRanks:
         values: dict[str, dict[str, Any]] = {
             "model": {"dtype": "float32"},
             "kv": {"num_blocks": 128},
-            "engine": {"device": "cpu", "threads": 1, "max_batch_tokens": 64, "tp": num_ranks},
+            "engine": {"device": "cpu", "threads": 1, "max_batch_tokens": 64, "tp": num_ranks, "warm_up_s": 0.05},
             "worker": {"report_interval_s": 0.1},
             "observe": {"log_level": "warning"},
         }

@@ -28,6 +28,7 @@ from pd_serve.protocol.link import (
     GetTrace,
     LinkDown,
     LinkUp,
+    Load,
     Report,
     Sample,
     SetRole,
@@ -58,6 +59,7 @@ from workers.events import (
 from workers.front_socket import FrontSocket
 from workers.inbox import Inbox
 from workers.machine import WorkerMachine
+from workers.prefill.grouping import push_points
 from workers.rank_frames import Alive, FollowerFrame, FollowerReady, FollowerSocket, RunStep
 from workers.rank_group import RankGroup, RankOutput
 from workers.rank_start import RankMessage
@@ -94,6 +96,8 @@ class RankParts:
     """To the ranks 1, 2, ..."""
     num_traces: int = 16
     """Attempts whose passage is remembered."""
+    push_nbytes: int = 0
+    """Least bytes of one push, as in transport.push_bytes."""
 
 
 class ControlLoop:
@@ -107,6 +111,7 @@ class ControlLoop:
         self._transport = parts.transport
         self._group = parts.group
         self._followers = parts.followers
+        self._push_nbytes = parts.push_nbytes
         self._report_interval_s = report_interval_s
         self._clock = clock
         self._samples = SampleBuffer()
@@ -114,6 +119,8 @@ class ControlLoop:
         self._report_at = clock.now()
         self._was_idle = True
         self._running: Batch | None = None
+        self._is_pushing = False
+        """Something of the running step is pushed: the transport thread is not woken for one that decodes only."""
         self._give_up_at: float | None = None
         self._heard_at = dict.fromkeys((follower.rank for follower in parts.followers), clock.now())
         self._exit_code: int | None = None
@@ -188,11 +195,11 @@ class ControlLoop:
             case EngineFailed(detail):
                 self._die(f"the engine failed: {detail}")
             case StepDone(result):
-                self._transport.submit(StepEnded(result.step_id))
+                self._end_pushes(result.step_id)
                 self._observe_step(result)
                 self._on_output(0, message)
             case StepFailed(step_id, _):
-                self._transport.submit(StepEnded(step_id))
+                self._end_pushes(step_id)
                 self._on_output(0, message)
             case _:
                 self._on_output(0, message)
@@ -261,6 +268,9 @@ class ControlLoop:
             match action:
                 case SendFrame(link_id, frame):
                     self._front.send(ToRouter(link_id, frame))
+                    if not isinstance(frame, Load):
+                        # A client waits for it: not until the other threads, which what follows wakes, have had the interpreter.
+                        self._front.flush()
                 case RunBatch(batch, pushes):
                     self._run(batch, pushes)
                 case Observe(sample):
@@ -277,10 +287,15 @@ class ControlLoop:
             follower.send(RunStep(batch, self._group.pushes(follower.rank, pushes)))
             follower.flush()
         own = self._group.pushes(0, pushes)
-        # Also for a step without pushes: whatever an earlier step left behind is void now.
-        self._transport.submit(BeginStep(batch.step_id, own))
-        self._engine.run(batch, is_pushed=bool(own))
+        if own:
+            self._transport.submit(BeginStep(batch.step_id, own), is_urgent=False)
+        self._is_pushing = bool(own)
+        self._engine.run(batch, push_points(own, self._push_nbytes))
         self._running = batch
+
+    def _end_pushes(self, step_id: int) -> None:
+        if self._is_pushing:
+            self._transport.submit(StepEnded(step_id), is_urgent=False)
 
     def _report_if_due(self) -> None:
         """At every interval, and at once when a worker becomes idle: whoever drains it waits for that.

@@ -45,7 +45,7 @@ class EngineFailed:
 
 @dataclass(frozen=True, slots=True)
 class LayerHook:
-    """What happens when a layer's KV has been written."""
+    """What happens when the KV of a layer after which there is a push has been written."""
 
     submit: Callable[[LayerReady], None]
     """To the transport thread."""
@@ -57,7 +57,7 @@ class LayerHook:
 @dataclass(frozen=True, slots=True)
 class _Step:
     batch: Batch
-    is_pushed: bool
+    push_after: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,9 +100,10 @@ class EngineThread:
         """From now on `run` computes with this runner."""
         self._queue.put(_Serve(runner, hook))
 
-    def run(self, batch: Batch, is_pushed: bool) -> None:
-        """Compute a step; `is_pushed`: a LayerReady is submitted for every layer, all of them before the step's end is posted."""
-        self._queue.put(_Step(batch, is_pushed))
+    def run(self, batch: Batch, push_after: frozenset[int] = frozenset()) -> None:
+        """Compute a step; after each of those layers a LayerReady is submitted, of it and of those since the one before, all of them before
+        the step's end is posted."""
+        self._queue.put(_Step(batch, push_after))
 
     def stop(self, timeout_s: float) -> bool:
         """Let the running step end, then the thread. False if it still runs after `timeout_s`."""
@@ -136,7 +137,7 @@ class EngineThread:
                     return
 
     def _step(self, step: _Step, serving: _Serve) -> bool:
-        on_layer = self._layer_callback(step.batch.step_id, serving.hook) if step.is_pushed else None
+        on_layer = self._layer_callback(step, serving.hook) if step.push_after else None
         try:
             result = serving.runner.execute(step.batch, on_layer)
         except Exception as error:  # noqa: BLE001 - root of a step: its attempts fail, the worker goes on
@@ -146,10 +147,16 @@ class EngineThread:
         self._post(StepDone(result))
         return True
 
-    def _layer_callback(self, step_id: int, hook: LayerHook) -> Callable[[int], None]:
+    def _layer_callback(self, step: _Step, hook: LayerHook) -> Callable[[int], None]:
         submit, wait, now = hook.submit, hook.wait, self._clock.now
+        step_id, push_after = step.batch.step_id, step.push_after
+        held: list[float] = []
 
         def on_layer(layer: int) -> None:
-            submit(LayerReady(step_id, layer, now(), None if wait is None else partial(wait, layer)))
+            if layer not in push_after:
+                held.append(now())
+                return
+            submit(LayerReady(step_id, layer, now(), None if wait is None else partial(wait, layer), tuple(held)))
+            held.clear()
 
         return on_layer

@@ -96,7 +96,8 @@ class Rank:
         machine = self._machine(rank.plan, welcome)
         group = RankGroup(welcome.info.num_ranks, welcome.info.num_model_kv_heads)
         num_traces = self._config.observe.trace_requests
-        parts = RankParts(self._front, self._inbox, rank.engine, rank.transport, group, sockets, num_traces)
+        push_nbytes = self._config.transport.push_bytes
+        parts = RankParts(self._front, self._inbox, rank.engine, rank.transport, group, sockets, num_traces, push_nbytes)
         loop = ControlLoop(machine, parts, self._config.worker.report_interval_s, clock)
         self._front.send(RankReady(welcome))
         code = loop.run()

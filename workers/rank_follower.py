@@ -19,6 +19,7 @@ from pd_serve.protocol.link import Fatal, Stop
 from workers.engine_thread import EngineFailed
 from workers.events import StepDone, StepFailed, TransportReported
 from workers.inbox import Inbox
+from workers.prefill.grouping import push_points
 from workers.rank_frames import Alive, FollowerReady, LeaderFrame, LeaderSocket, RunStep
 from workers.rank_spec import RankSpec
 from workers.rank_start import OpenRank, RankMessage, open_rank
@@ -42,6 +43,8 @@ class Follower:
         self._leader = leader
         self._inbox: Inbox[RankMessage] = Inbox()
         self._exit_code: int | None = None
+        self._is_pushing = False
+        """Something of the running step is pushed."""
 
     def run(self) -> int:
         """The exit code. Raises PdServeError where the rank cannot start, ProtocolError when rank 0 sends nonsense."""
@@ -83,11 +86,11 @@ class Follower:
             case EngineFailed(detail):
                 self._die(f"the engine failed: {detail}")
             case StepDone(result):
-                rank.transport.submit(StepEnded(result.step_id))
+                self._end_pushes(rank, result.step_id)
                 # What was sampled is rank 0's to say.
                 self._leader.send(StepDone(replace(result, sampled=())))
             case StepFailed(step_id, _):
-                rank.transport.submit(StepEnded(step_id))
+                self._end_pushes(rank, step_id)
                 self._leader.send(message)
             case TransportReported(event):
                 self._leader.send(event)
@@ -97,12 +100,18 @@ class Follower:
     def _on_frame(self, rank: OpenRank, frame: LeaderFrame) -> None:
         match frame:
             case RunStep(batch, pushes):
-                rank.transport.submit(BeginStep(batch.step_id, pushes))
-                rank.engine.run(batch, is_pushed=bool(pushes))
+                if pushes:
+                    rank.transport.submit(BeginStep(batch.step_id, pushes), is_urgent=False)
+                self._is_pushing = bool(pushes)
+                rank.engine.run(batch, push_points(pushes, self._spec.config.transport.push_bytes))
             case Stop():
                 self._exit_code = 0
             case _:
                 rank.transport.submit(frame)
+
+    def _end_pushes(self, rank: OpenRank, step_id: int) -> None:
+        if self._is_pushing:
+            rank.transport.submit(StepEnded(step_id), is_urgent=False)
 
     def _die(self, message: str) -> None:
         _log.error("%s", message)

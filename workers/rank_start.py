@@ -84,14 +84,16 @@ def open_rank(spec: RankSpec, post: Callable[[RankMessage], None]) -> OpenRank:
         verify=plan.layout if config.transport.verify else None,
     )
     ready, runner = _open(plan, config, (engine, transport), group, clock)
+    num_warm = engine.call(partial(_warm_up, runner, plan, config, group)).result()
     _log.info(
-        "model %s with %d KV blocks of %d tokens on %s, transport %s with lanes %s, in %.1f s",
+        "model %s with %d KV blocks of %d tokens on %s, transport %s with lanes %s, %d sizes of step computed once, in %.1f s",
         folder.name,
         plan.layout.num_blocks,
         plan.layout.block_size,
         plan.device,
         config.transport.name,
         ", ".join(ready.lanes),
+        num_warm,
         clock.now() - started_at,
     )
     transport.submit(_packer(plan, config, runner))
@@ -149,6 +151,14 @@ def _open(
         return ready, engine.call(partial(load, ready.region.buffer, 0)).result()
     runner = engine.call(partial(load, None, staging_nbytes)).result()
     return transport.start(RegisterPool(runner.cache.address, nbytes, f"cuda:{plan.device.index or 0}"), TRANSPORT_START_S), runner
+
+
+def _warm_up(runner: ModelRunner[Any], plan: EnginePlan, config: Config, group: Collective) -> int:
+    from pd_serve.engine.warm_up import WarmUpPlan, warm_up
+
+    engine = config.engine
+    sizes = WarmUpPlan(plan.layout, plan.max_len, engine.max_batch_tokens, engine.max_running, engine.warm_up_s)
+    return warm_up(runner, sizes, group, MonotonicClock())
 
 
 def _packer(plan: EnginePlan, config: Config, runner: ModelRunner[Any]) -> UsePacker:

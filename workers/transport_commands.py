@@ -42,7 +42,8 @@ class BeginStep:
 
 @dataclass(frozen=True, slots=True)
 class LayerReady:
-    """The layer's KV of the whole step is in the pool, or will be once `ready` returns. Posted by the engine thread, inside on_layer."""
+    """The KV of a layer, and of those held back before it, is in the pool for the whole step, or will be once `ready` returns. Posted by
+    the engine thread, inside on_layer."""
 
     step_id: int
     layer: int
@@ -50,6 +51,8 @@ class LayerReady:
     """Monotonic seconds."""
     ready: Callable[[], None] | None = None
     """Blocks until the device has written it (CUDA event synchronize); None where it already is."""
+    held: tuple[float, ...] = ()
+    """When each of the layers right before it was written that go out with it; oldest first."""
 
 
 @dataclass(frozen=True, slots=True)

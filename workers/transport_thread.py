@@ -116,10 +116,12 @@ class TransportThread:
             self._stop_by = self._clock.now()
             raise TransportError(f"the transport was not up within {timeout_s} s") from error
 
-    def submit(self, command: TransportCommand) -> None:
-        """Any thread. Commands are carried out in the order of submission; after stop() they are dropped."""
+    def submit(self, command: TransportCommand, *, is_urgent: bool = True) -> None:
+        """Any thread. Commands are carried out in the order of submission; after stop() they are dropped. One that is not urgent does not
+        wake the thread: the next that is takes it along."""
         self._commands.append(command)
-        self._wake()
+        if is_urgent:
+            self._wake()
 
     def recent_traces(self, limit: int) -> tuple[Trace, ...]:
         """The latest completed transfers, oldest first. Any thread."""
@@ -269,7 +271,7 @@ class _Loop:
             case LayerReady():
                 if command.ready is not None:
                     command.ready()
-                self._pusher.layer_ready(command.step_id, command.layer, command.written_at)
+                self._pusher.layer_ready(command.step_id, command.layer, command.written_at, command.held)
             case BeginStep():
                 self._pusher.begin_step(command.step_id, command.plans)
             case StepEnded():

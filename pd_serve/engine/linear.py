@@ -22,9 +22,9 @@ from torch import Tensor
 
 _PACK_ROWS_HINT = 16
 """Batch size that oneDNN packs for; one packed copy serves every batch size."""
-_DECODE_ROWS = 32
+DECODE_ROWS = 32
 _PREFILL_ROWS = 64
-_ROW_STEP = 16
+ROW_STEP = 16
 """More rows than decode's are padded to a multiple. oneDNN compiles and keeps a kernel of half a megabyte per weight and count of rows, and
 replaces them when it has 1,024: over all counts up to 512 the process grew by 2 GiB and did not stop (measured, float32)."""
 _PREFILL_CANDIDATES = (512, 256, 128)
@@ -42,13 +42,13 @@ class Linear:
     def __call__(self, x: Tensor, num_decode_rows: int) -> Tensor:
         """[num_rows, num_inputs] to [num_rows, num_outputs]; the first `num_decode_rows` are decode's, the others prefill's."""
         num_rows = x.shape[0]
-        is_one_call = not self._prefill_sizes or (num_rows == num_decode_rows and num_rows <= _DECODE_ROWS)
+        is_one_call = not self._prefill_sizes or (num_rows == num_decode_rows and num_rows <= DECODE_ROWS)
         if is_one_call:
             return self._apply(x) if num_rows > 1 else self._apply(x.expand(2, -1).contiguous())[:1]
         return torch.cat([*self._decode_parts(x[:num_decode_rows]), *self._prefill_parts(x[num_decode_rows:])])
 
     def _decode_parts(self, x: Tensor) -> Iterator[Tensor]:
-        for part in torch.split(x, _DECODE_ROWS) if x.shape[0] else ():
+        for part in torch.split(x, DECODE_ROWS) if x.shape[0] else ():
             yield self._apply(part) if part.shape[0] > 1 else self._apply(part.expand(2, -1).contiguous())[:1]
 
     def _prefill_parts(self, x: Tensor) -> Iterator[Tensor]:
@@ -74,7 +74,7 @@ class LinearFactory:
             return Linear(lambda x: F.linear(x, weight, bias), ())
 
         def apply(x: Tensor) -> Tensor:
-            missing = -x.shape[0] % _ROW_STEP if x.shape[0] > _DECODE_ROWS else 0
+            missing = -x.shape[0] % ROW_STEP if x.shape[0] > DECODE_ROWS else 0
             return _linear_packed(F.pad(x, (0, 0, 0, missing)), packed, bias)[:-missing] if missing else _linear_packed(x, packed, bias)
 
         return Linear(apply, self._prefill_sizes(apply, weight, weight.shape[1]) if _counts_matter(weight.dtype) else ())

@@ -42,7 +42,7 @@ class RankUnderTest:
         values: dict[str, dict[str, Any]] = {
             "model": {"dtype": "float32"},
             "kv": {"num_blocks": 256},
-            "engine": {"device": "cpu", "threads": 1, "max_batch_tokens": 64},
+            "engine": {"device": "cpu", "threads": 1, "max_batch_tokens": 64, "warm_up_s": 0},
             "worker": {"report_interval_s": 0.1},
             "observe": {"log_level": "warning"},
         }

@@ -332,10 +332,7 @@ class DecodeMachine:
         else:
             self._pool.publish(sequence.token_ids, sequence.block_table, sequence.num_computed_tokens)
             self._end(attempt)
-        return [
-            CloseWindow(lease.lease_id),
-            SendFrame(attempt.link_id, Step((token,))),
-        ]
+        return [SendFrame(attempt.link_id, Step((token,))), CloseWindow(lease.lease_id)]
 
     def _fail(self, attempt: _Attempt, reason: FailureReason, detail: str, now: float) -> list[Action]:
         """The router is told first; what the attempt holds goes back as soon as it may."""

@@ -1,7 +1,7 @@
 """Issues the writes of a step layer by layer and measures them. Used by the transport thread only.
 
-Each layer of each peer is one write per attempt and one flush over all of them; the flush's answer is when the layer has arrived. That
-makes the measure honest on every lane: a queued write returns long before its bytes are anywhere.
+The layers of one push (grouping.py) are one write per attempt and one flush per peer over all of them; the flush's answer is when they have
+arrived. That makes the measure honest on every lane: a queued write returns long before its bytes are anywhere.
 
     engine   |-- layer 0 --|-- layer 1 --|-- layer 2 --|            compute_end
     pushed      |~~ 0 ~~|       |~~ 1 ~~|     |~~~~~~ 2 ~~~~~~|     arrived
@@ -127,13 +127,16 @@ class Pusher:
         """Plans of an earlier step are void: one step runs at a time."""
         self._step = _Step(step_id, plans)
 
-    def layer_ready(self, step_id: int, layer: int, written_at: float) -> None:
-        """Issue that layer of every plan of the step, at once. A second call for a layer does nothing."""
+    def layer_ready(self, step_id: int, layer: int, written_at: float, held: tuple[float, ...] = ()) -> None:
+        """Issue that layer of every plan of the step, at once, and with it those before it that were held back, written at those times. A
+        layer is issued once, however often it is told."""
         step = self._step
-        if step is None or step.step_id != step_id or layer in step.issued:
+        if step is None or step.step_id != step_id:
             return
-        step.issued.add(layer)
-        self._issue([(plan, layer, written_at) for plan in step.plans if layer < plan.num_layers])
+        told = enumerate((*held, written_at), layer - len(held))
+        layers = [(index, moment) for index, moment in told if index not in step.issued]
+        step.issued.update(index for index, _ in layers)
+        self._issue([(plan, [entry for entry in layers if entry[0] < plan.num_layers]) for plan in step.plans])
 
     def end_step(self, step_id: int) -> None:
         if self._step is not None and self._step.step_id == step_id:
@@ -142,7 +145,7 @@ class Pusher:
     def push_now(self, plan: PushPlan) -> None:
         """All layers at once: the KV is already in the pool."""
         written_at = self._now()
-        self._issue([(plan, layer, written_at) for layer in range(plan.num_layers)])
+        self._issue([(plan, [(layer, written_at) for layer in range(plan.num_layers)])])
 
     def stop(self, lease: Lease) -> None:
         """Issue nothing of the lease any more, whatever the running step still brings."""
@@ -216,27 +219,28 @@ class Pusher:
         """The attempt's last flush failed: forget its transfer."""
         self._transfers.pop(Lease(notice.lease_id, notice.epoch, peer), None)
 
-    def _issue(self, layers: list[tuple[PushPlan, int, float]]) -> None:
+    def _issue(self, pushes: list[tuple[PushPlan, list[tuple[int, float]]]]) -> None:
+        """Of each plan its (layer, written at)."""
         flights: dict[PeerId, _Flight] = {}
-        for plan, layer, written_at in layers:
-            if plan.lease in self._stopped:
+        for plan, layers in pushes:
+            if plan.lease in self._stopped or not layers:
                 continue
             peer = plan.lease.holder
             if plan.packings:
                 waiting = self._queues.setdefault(peer, deque())
-                waiting.extend(_Waiting(plan, layer, packing, written_at) for packing in plan.packings)
+                waiting.extend(_Waiting(plan, layer, packing, moment) for layer, moment in layers for packing in plan.packings)
             nbytes = int(plan.ranges[:, 2].sum())
             if nbytes == 0:
                 continue
             transfer = self._transfer_of(plan)
             started_at = self._now()
-            ops = plan.ranges + np.array([layer * plan.local_layer_stride, layer * plan.remote_layer_stride, 0], np.int64)
-            if self._write(plan, ops, transfer):
+            if self._write(plan, _ops_of(plan, [layer for layer, _ in layers]), transfer):
+                pieces = [Piece(transfer, plan.chunk_index, layer, moment, started_at, nbytes) for layer, moment in layers]
+                transfer.pieces += pieces
+                flights.setdefault(peer, _Flight(peer, started_at, [])).pieces += pieces
                 if transfer.digest is not None and self._pool is not None and plan.span is not None:
-                    transfer.digest.add_pool(*self._pool, plan.span, layer)
-                piece = Piece(transfer, plan.chunk_index, layer, written_at, started_at, nbytes)
-                transfer.pieces.append(piece)
-                flights.setdefault(peer, _Flight(peer, started_at, [])).pieces.append(piece)
+                    for layer, _ in layers:
+                        transfer.digest.add_pool(*self._pool, plan.span, layer)
         for flight in flights.values():
             self._fly(flight)
 
@@ -305,3 +309,9 @@ class Pusher:
             transfer.pieces.append(piece)
             transfer.packed_nbytes += packing.nbytes
             flight.pieces.append(piece)
+
+
+def _ops_of(plan: PushPlan, layers: list[int]) -> NDArray[np.int64]:
+    """[len(layers) * n, 3]: the plan's ranges in each of those layers."""
+    strides = np.array([plan.local_layer_stride, plan.remote_layer_stride, 0], np.int64)
+    return (plan.ranges + np.multiply.outer(np.array(layers, np.int64), strides)[:, None]).reshape(-1, 3)

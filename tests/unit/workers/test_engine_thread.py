@@ -8,6 +8,7 @@ import pytest
 
 from pd_serve.clock import MonotonicClock
 from pd_serve.engine.batch import Batch, StepResult
+from tests.patience import PATIENCE_S
 from workers.engine_thread import MAX_FAILED_STEPS, EngineFailed, EngineThread, LayerHook
 from workers.events import StepDone, StepFailed
 from workers.transport_commands import LayerReady
@@ -36,39 +37,51 @@ def engine() -> Iterator[tuple[EngineThread, SimpleQueue[object]]]:
     thread = EngineThread(said.put, MonotonicClock())
     thread.start()
     yield thread, said
-    assert thread.stop(5)
+    assert thread.stop(PATIENCE_S)
 
 
 def test_layers_are_reported_before_the_end_of_their_step(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
     thread, said = engine
     runner = Runner()
     thread.serve(runner, LayerHook(said.put))
-    thread.run(Batch(4, ()), is_pushed=True)
-    layers = [said.get(timeout=5), said.get(timeout=5)]
+    thread.run(Batch(4, ()), frozenset({0, 1}))
+    layers = [said.get(timeout=PATIENCE_S), said.get(timeout=PATIENCE_S)]
     assert [(item.step_id, item.layer, item.ready) for item in layers if isinstance(item, LayerReady)] == [(4, 0, None), (4, 1, None)]
-    assert isinstance(said.get(timeout=5), StepDone)
+    assert isinstance(said.get(timeout=PATIENCE_S), StepDone)
     assert runner.threads == {"engine"}
+
+
+def test_layers_held_back_are_told_with_the_next_that_is_pushed(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
+    thread, said = engine
+    thread.serve(Runner(), LayerHook(said.put))
+    for step_id in (1, 2):
+        thread.run(Batch(step_id, ()), frozenset({1}))
+        layer = said.get(timeout=PATIENCE_S)
+        assert isinstance(layer, LayerReady)
+        assert (layer.step_id, layer.layer, len(layer.held)) == (step_id, 1, 1)
+        assert layer.held[0] <= layer.written_at
+        assert isinstance(said.get(timeout=PATIENCE_S), StepDone)
 
 
 def test_step_without_pushes_reports_no_layer(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
     thread, said = engine
     thread.serve(Runner(), LayerHook(said.put))
-    thread.run(Batch(1, ()), is_pushed=False)
-    assert isinstance(said.get(timeout=5), StepDone)
+    thread.run(Batch(1, ()))
+    assert isinstance(said.get(timeout=PATIENCE_S), StepDone)
 
 
 def test_device_that_writes_later_is_waited_for_layer_by_layer(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
     thread, said = engine
     waited: list[int] = []
     thread.serve(Runner(), LayerHook(said.put, waited.append))
-    thread.run(Batch(1, ()), is_pushed=True)
+    thread.run(Batch(1, ()), frozenset({0, 1}))
     for _ in range(2):
-        layer = said.get(timeout=5)
+        layer = said.get(timeout=PATIENCE_S)
         assert isinstance(layer, LayerReady)
         assert layer.ready is not None
         layer.ready()
     assert waited == [0, 1]
-    said.get(timeout=5)
+    said.get(timeout=PATIENCE_S)
 
 
 def test_failed_steps_in_a_row_end_the_engine_but_single_ones_do_not(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
@@ -76,18 +89,18 @@ def test_failed_steps_in_a_row_end_the_engine_but_single_ones_do_not(engine: tup
     failing = frozenset({1, 2, 4, 5, 6})
     thread.serve(Runner(failing), LayerHook(said.put))
     for step_id in range(1, 4 + MAX_FAILED_STEPS):
-        thread.run(Batch(step_id, ()), is_pushed=False)
-    kinds = [type(said.get(timeout=5)) for _ in range(7)]
+        thread.run(Batch(step_id, ()))
+    kinds = [type(said.get(timeout=PATIENCE_S)) for _ in range(7)]
     assert kinds == [StepFailed, StepFailed, StepDone, StepFailed, StepFailed, StepFailed, EngineFailed]
 
 
 def test_call_runs_on_the_engine_thread_and_hands_back_what_it_raises(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
     thread, _ = engine
-    assert thread.call(lambda: threading.current_thread().name).result(5) == "engine"
+    assert thread.call(lambda: threading.current_thread().name).result(PATIENCE_S) == "engine"
 
     def fail() -> None:
         raise KeyError("planted")
 
     with pytest.raises(KeyError):
-        thread.call(fail).result(5)
-    assert thread.call(lambda: 3).result(5) == 3
+        thread.call(fail).result(PATIENCE_S)
+    assert thread.call(lambda: 3).result(PATIENCE_S) == 3

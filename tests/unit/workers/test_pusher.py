@@ -111,6 +111,22 @@ def test_a_layer_is_issued_once_even_if_it_is_told_twice(bench: Bench) -> None:
     assert bench.source.transport.counters().bytes_written == 2 * CHUNK
 
 
+def test_layers_held_back_go_out_with_the_one_that_is_told_as_one_push(bench: Bench) -> None:
+    bench.open(1)
+    plan = bench.plan()
+    bench.pusher.begin_step(1, (plan,))
+    bench.pusher.layer_ready(1, 0, 1.0)
+    bench.settle()
+    bench.pusher.layer_ready(1, 3, 4.0, held=(1.0, 2.0, 3.0))
+    assert bench.pusher.num_in_flight == 1
+    bench.settle()
+    assert all(bench.landed(plan, layer) for layer in range(NUM_LAYERS))
+    assert bench.source.transport.counters().bytes_written == plan.nbytes
+    finished = bench.pusher.finish(bench.target.peer, bench.completed(1, plan.nbytes), bench.clock.now(), "lane")
+    assert finished is not None
+    assert [(layer.layer, layer.kv_written_s) for layer in finished.trace.layers] == [(0, 0.0), (1, 1.0), (2, 2.0), (3, 3.0)]
+
+
 def test_layers_of_another_step_issue_nothing(bench: Bench) -> None:
     bench.open(1)
     bench.pusher.begin_step(1, (bench.plan(),))
