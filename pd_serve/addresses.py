@@ -65,14 +65,18 @@ def advertised_host(listen_host: str, advertise: str, routers: Sequence[str]) ->
     return socket.gethostname()
 
 
-def bound_socket(host: str, port: int) -> socket.socket:
-    """Bound, not listening; nobody else gets the port while it is open. The caller closes it. Raises ConfigError, one line."""
+def bound_socket(host: str, port: int, is_shared: bool = False) -> socket.socket:
+    """Bound, not listening; nobody else gets the port while it is open, but other sockets of this user with `is_shared`, among which the
+    kernel shares connections out (SO_REUSEPORT). The caller closes it. Raises ConfigError, one line.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         bound = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}: {error.strerror}") from error
     bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if is_shared:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     try:
         bound.bind(address)
     except OSError as error:

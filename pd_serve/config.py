@@ -102,6 +102,9 @@ class WorkerConfig(Section):
 class RouterConfig(Section):
     host: str = Field("127.0.0.1", description="Address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="Port of the OpenAI endpoint; 0: a free one")
+    processes: int = Field(
+        1, ge=1, le=64, description="Processes that share the port; the limits of open and queued requests hold for all together"
+    )
     workers: tuple[str, ...] = Field((), description="Worker addresses to link to besides those that register")
     policy: Literal["round_robin", "least_tokens"] = Field("least_tokens", description="How workers are chosen")
     local_prefill_max_tokens: int = Field(
@@ -128,7 +131,9 @@ class RouterConfig(Section):
     max_stop_string_length: int = Field(1024, ge=1, le=16384, description="Longest stop string, in characters")
     max_logit_bias: int = Field(1024, ge=0, le=16384, description="Tokens in one logit_bias")
     max_header_bytes: int = Field(32 * 1024, ge=1024, description="Longest request line and headers together; above: 431")
-    max_connections: int = Field(4096, ge=1, description="Connections of clients, idle ones included, above which a new one gets 503")
+    max_connections: int = Field(
+        4096, ge=1, description="Connections of clients to one process, idle ones included, above which a new one gets 503"
+    )
     request_read_timeout_s: float = Field(
         60.0, gt=0, description="Seconds in which a request must have arrived, body included; also those a new connection may be silent"
     )

@@ -6,7 +6,7 @@ import hmac
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from starlette.requests import ClientDisconnect, Request
+from starlette.types import Receive, Scope
 
 from pd_serve.errors import AuthenticationError, ContextLengthError, InvalidRequestError, OverloadedError, RequestError
 from pd_serve.observe import Metrics
@@ -55,22 +55,34 @@ def bearer_matches(authorization: str | None, keys: Iterable[bytes]) -> bool:
     return is_bearer and any(matches)
 
 
-async def read_body(request: Request, max_nbytes: int) -> bytes:
+def header(scope: Scope, name: bytes) -> str | None:
+    """Of an HTTP request; `name` in lower case."""
+    for given, value in scope["headers"]:
+        if given == name:
+            text: str = value.decode("latin-1")
+            return text
+    return None
+
+
+async def read_body(scope: Scope, receive: Receive, max_nbytes: int) -> bytes:
     """Raises BodyTooLargeError as soon as that is known, InvalidRequestError when the client goes away meanwhile."""
-    declared = request.headers.get("content-length", "")
+    declared = header(scope, b"content-length") or ""
     if declared.isdecimal() and declared.isascii() and (len(declared) > 18 or int(declared) > max_nbytes):
         raise BodyTooLargeError(f"the body of {declared} bytes exceeds the limit of {max_nbytes}")
     chunks: list[bytes] = []
     nbytes = 0
-    try:
-        async for chunk in request.stream():
-            nbytes += len(chunk)
-            if nbytes > max_nbytes:
-                raise BodyTooLargeError(f"the body exceeds the limit of {max_nbytes} bytes")
-            chunks.append(chunk)
-    except ClientDisconnect as error:
-        raise InvalidRequestError("the client went away while sending the body") from error
-    return b"".join(chunks)
+    has_more = True
+    while has_more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise InvalidRequestError("the client went away while sending the body")
+        chunk = message.get("body", b"")
+        has_more = message.get("more_body", False)
+        nbytes += len(chunk)
+        if nbytes > max_nbytes:
+            raise BodyTooLargeError(f"the body exceeds the limit of {max_nbytes} bytes")
+        chunks.append(chunk)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 @dataclass(frozen=True, slots=True)

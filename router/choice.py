@@ -48,6 +48,15 @@ class ChoiceText:
                 self.finish_reason = "stop"
         return Piece(text, token.token_id, token.logprobs)
 
+    def push_all(self, tokens: list[TokenOutput]) -> list[Piece]:
+        """As one piece, which costs a fraction of many; none where they must be looked at one by one: then nothing has changed."""
+        if self._stop.is_needed or not tokens or tokens[0].logprobs is not None or tokens[-1].finish is FinishReason.STOP:
+            return []
+        if self.num_tokens == 0:
+            self.num_cached_tokens = max(0, tokens[0].num_cached_tokens)
+        self.num_tokens += len(tokens)
+        return [Piece(self._detokenizer.push_all([token.token_id for token in tokens]), -1, None)]
+
     def finish(self, reason: FinishReason) -> str:
         """The rest of the text."""
         text = self._stop.push(self._detokenizer.flush()) + self._stop.flush()

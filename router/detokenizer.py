@@ -20,6 +20,10 @@ class Detokenizer(Protocol):
         """Text that is now certain; may be empty."""
         ...
 
+    def push_all(self, token_ids: list[int]) -> str:
+        """The same as pushing each."""
+        ...
+
     def flush(self) -> str:
         """The rest, at the end."""
         ...
@@ -38,6 +42,9 @@ class ByteDetokenizer:
 
     def push(self, token_id: int) -> str:
         return self._decoder.decode(self._codec.text_bytes(token_id) or b"")
+
+    def push_all(self, token_ids: list[int]) -> str:
+        return self._decoder.decode(b"".join([self._codec.text_bytes(token_id) or b"" for token_id in token_ids]))
 
     def flush(self) -> str:
         return self._decoder.decode(b"", True)
@@ -62,6 +69,9 @@ class WindowDetokenizer:
             return self._take(text) if len(self._held) >= MAX_HELD_TOKENS else ""
         return self._take(text)
 
+    def push_all(self, token_ids: list[int]) -> str:
+        return "".join([self.push(token_id) for token_id in token_ids])
+
     def flush(self) -> str:
         return self._take(self._codec.decode(self._context + self._held)) if self._held else ""
 
@@ -80,6 +90,11 @@ class StopFinder:
         self._held = ""
         self._longest = max(map(len, stops), default=0)
         self.is_found = False
+
+    @property
+    def is_needed(self) -> bool:
+        """There is something to find."""
+        return bool(self._stops)
 
     def push(self, text: str) -> str:
         """Text to show. After a stop string was found: nothing."""

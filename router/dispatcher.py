@@ -276,8 +276,9 @@ class Dispatcher:
     # ---- the queue
 
     def _enqueue(self, generation: Generation, avoid: frozenset[PeerId], reason: MoveReason) -> None:
-        self._leave_workers(generation)
-        self.timeline.left(generation.key, reason.value, generation.lifecycle.num_output_tokens, self._now())
+        if reason is not MoveReason.FIRST:
+            self._leave_workers(generation)
+            self.timeline.left(generation.key, reason.value, generation.lifecycle.num_output_tokens, self._now())
         if reason is MoveReason.PREEMPTED:
             for peer in avoid:
                 self._book.refused(peer)

@@ -21,7 +21,6 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from pd_serve.errors import PdServeError
-from pd_serve.protocol.openai_responses import PromptTokensDetails, ResponseModel, Usage
 from pd_serve.protocol.sampling import SamplingParams
 from pd_serve.protocol.server import AnswerLine, line_of
 from router.api.errors import error_response
@@ -29,6 +28,7 @@ from router.choice import ChoiceText, Piece
 from router.generation import Generation
 from router.services import Services
 from router.sse import DONE, EventWriter, error_event
+from router.whole import UsageCounts
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,9 @@ class ChoiceState:
 
 
 class AnswerBuilder(Protocol):
-    def whole(self, choices: list[ChoiceState], usage: Usage) -> ResponseModel: ...
+    def whole(self, choices: list[ChoiceState], usage: UsageCounts) -> bytes:
+        """JSON."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +108,12 @@ class ExchangeResponse(Response):
                 code = error.http_status
                 await error_response(error)(scope, receive, send)
                 return
-            code = await (self._stream(send, self._plan.events) if self._plan.events else self._answer(scope, receive, send))
+            code = await (self._stream(line, self._plan.events) if self._plan.events else self._answer(line, scope, receive, send))
         finally:
             self._is_pouring = False
+            line.watch(_nothing)
             self._cancel_all()
+            self._choices.clear()  # each refers to this exchange, and this to each: nothing would let go of them soon
             self._services.admission.leave()
             self._services.metrics.count("pd_serve_requests_total", str(CLIENT_CLOSED_REQUEST if self._is_client_gone else code))
 
@@ -177,8 +181,8 @@ class ExchangeResponse(Response):
         """Pieces of the tokens that came since; marks the choice over, and cancels it when a stop string was found."""
         generation, text = choice.generation, choice.text
         tokens, generation.tokens = generation.tokens, []
-        pieces: list[Piece] = []
-        for token in tokens:
+        pieces = [] if self._plan.events else text.push_all(tokens)
+        for token in () if pieces else tokens:
             pieces.append(text.push(token))
             if text.finish_reason is not None:
                 self._services.dispatcher.cancel(generation)
@@ -191,7 +195,7 @@ class ExchangeResponse(Response):
         choice.is_over = text.finish_reason is not None
         return pieces
 
-    def _usage(self) -> Usage:
+    def _usage(self) -> UsageCounts:
         """Each prompt counts once however many choices it has, and a token once however often its choice moved."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self._plan.prompts)
         num_completion = sum(choice.text.num_tokens for choice in self._choices)
@@ -200,16 +204,11 @@ class ExchangeResponse(Response):
         for prompt in self._plan.prompts:
             num_cached += min(self._choices[first].text.num_cached_tokens, len(prompt.token_ids))
             first += len(prompt.samplings)
-        return Usage(
-            prompt_tokens=num_prompt,
-            completion_tokens=num_completion,
-            total_tokens=num_prompt + num_completion,
-            prompt_tokens_details=PromptTokensDetails(cached_tokens=num_cached),
-        )
+        return UsageCounts(num_prompt, num_completion, num_cached)
 
     # ---- answers
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> int:
+    async def _answer(self, line: AnswerLine, scope: Scope, receive: Receive, send: Send) -> int:
         try:
             while True:
                 self._raise_failure()
@@ -225,21 +224,12 @@ class ExchangeResponse(Response):
             self._cancel_all()
             await error_response(error)(scope, receive, send)
             return error.http_status
-        body = self._plan.builder.whole(self._choices, self._usage()).model_dump_json().encode()
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": _headers(self._plan.response_id, b"application/json", len(body))}
-        )
-        await send({"type": "http.response.body", "body": body})
+        body = self._plan.builder.whole(self._choices, self._usage())
+        await line.answer(_headers(self._plan.response_id, b"application/json"), body)
         return 200
 
-    async def _stream(self, send: Send, events: EventWriter) -> int:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": 200,
-                "headers": _headers(self._plan.response_id, b"text/event-stream; charset=utf-8", None),
-            }
-        )
+    async def _stream(self, line: AnswerLine, events: EventWriter) -> int:
+        line.begin(_headers(self._plan.response_id, b"text/event-stream; charset=utf-8"))
         while not self._is_client_gone:
             out: list[bytes] = []
             error: PdServeError | None = None
@@ -253,7 +243,7 @@ class ExchangeResponse(Response):
             if error is not None:
                 logger.warning("%s broke off: %s", self._plan.response_id, error.message)
                 out.append(error_event(error))
-                await send({"type": "http.response.body", "body": b"".join(out)})
+                await self._send(line, out, is_last=True)
                 return error.http_status
             is_last = all(choice.is_over for choice in self._choices)
             if is_last:
@@ -261,15 +251,19 @@ class ExchangeResponse(Response):
                     out.append(events.usage(self._usage()))
                 out.append(DONE)
             if out:
-                self._is_sending = True
-                await send({"type": "http.response.body", "body": b"".join(out), "more_body": not is_last})
-                self._is_sending = False
+                await self._send(line, out, is_last)
             if is_last:
                 return 200
             self._is_pouring = True
             await self._news()
             self._is_pouring = False
         return CLIENT_CLOSED_REQUEST
+
+    async def _send(self, line: AnswerLine, parts: list[bytes], is_last: bool) -> None:
+        self._is_sending = True
+        await line.until_clear()
+        self._is_sending = False
+        line.write(b"".join(parts), is_last)
 
     def _write_choice(self, out: list[bytes], events: EventWriter, index: int, choice: ChoiceState) -> None:
         if not choice.has_begun:
@@ -281,8 +275,9 @@ class ExchangeResponse(Response):
             out.append(events.finish(index, choice.text.finish_reason))
 
 
-def _headers(response_id: str, content_type: bytes, content_length: int | None) -> list[tuple[bytes, bytes]]:
-    headers = [(b"content-type", content_type), (b"cache-control", b"no-cache"), (b"x-request-id", response_id.encode())]
-    if content_length is not None:
-        headers.append((b"content-length", str(content_length).encode()))
-    return headers
+def _nothing() -> None:
+    return None
+
+
+def _headers(response_id: str, content_type: bytes) -> list[tuple[bytes, bytes]]:
+    return [(b"content-type", content_type), (b"cache-control", b"no-cache"), (b"x-request-id", response_id.encode())]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import math
 import secrets
 import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import uvicorn
@@ -22,12 +24,14 @@ from starlette.exceptions import HTTPException
 from pd_serve.addresses import bound_socket, http_address, require_secret_beyond_loopback
 from pd_serve.clock import MonotonicClock
 from pd_serve.config import Config, RouterConfig
-from pd_serve.errors import ModelError, NoWorkerError, PdServeError
+from pd_serve.errors import ModelError, NoWorkerError, OverloadedError, PdServeError
 from pd_serve.ids import RouterId
 from pd_serve.model_store import resolve_model
 from pd_serve.observe import Metrics, Side, setup_logging
 from pd_serve.protocol.client import LinkSettings
+from pd_serve.protocol.control import RegisterWorker
 from pd_serve.protocol.server import ServerLimits, server_config
+from pd_serve.protocol.siblings import SiblingStream, Topic
 from pd_serve.tls import client_tls, server_tls
 from router.admission import Admission
 from router.api import internal, models, ops
@@ -38,12 +42,15 @@ from router.api.openapi import openapi_route
 from router.app import RouterApp
 from router.dispatcher import Dispatcher, DispatcherSettings
 from router.lifecycle import LifecycleSettings
-from router.occupancy import OwnOccupancy
+from router.occupancy import Occupancy, SharedOccupancy
 from router.policy.base import RoutingSettings
 from router.policy.registry import new_policy
 from router.pool import PoolSettings, WorkerPool
+from router.process_spec import ProcessSpec
 from router.services import Services
+from router.siblings import Place, Siblings
 from router.stand_in_tokenizer import StandInTokenizer
+from router.supervisor import Supervisor
 from router.tokenizer import TOKENIZER_NAME, FolderTokenizer, TextCodec
 
 logger = logging.getLogger(__name__)
@@ -51,10 +58,12 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 """Longer than the idle time after which common clients and balancers close: they must be the first to do so."""
 BACKLOG = 2048
+GC_THRESHOLD = 10_000
+"""Objects made and kept before the collector looks for cycles among them: thousands of open requests are no garbage."""
 
 
-def create_app(config: Config, codec: TextCodec | None = None, max_model_len: int = 0) -> FastAPI:
-    """The ASGI app of one router. `codec` None: the tokenizer of the configured model, which is fetched or converted if need be.
+def create_app(config: Config, codec: TextCodec | None = None, max_model_len: int = 0, place: Place | None = None) -> FastAPI:
+    """The ASGI app of one router process. `codec` None: the tokenizer of the configured model, which is fetched or converted if need be.
 
     Raises ModelError.
     """
@@ -70,12 +79,21 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        services = _new_services(config, text, max_model_len)
+        here = place or Place()
+        siblings = None if here.to_supervisor is None else Siblings(await SiblingStream.over(here.to_supervisor))
+        services = _new_services(config, text, max_model_len, here.occupancy)
         app.state.services = services
         services.pool.start(config.router.workers)
+        listening = None
+        if siblings is not None:
+            services.siblings = siblings
+            listening = asyncio.create_task(siblings.run(_answers(services), partial(_register, services)))
         try:
             yield
         finally:
+            if siblings is not None and listening is not None:
+                listening.cancel()
+                siblings.close()
             services.is_draining = True
             services.dispatcher.close(NoWorkerError("the router is shutting down"))
             await services.pool.close()
@@ -98,12 +116,38 @@ def serve_router(config: Config) -> int:
     Raises ConfigError before listening beyond loopback without a cluster secret, and ModelError.
     """
     require_secret_beyond_loopback(config.router.host, config.security.cluster_secret)
-    observe, secret_values = config.observe, (config.security.cluster_secret, *config.security.api_keys)
-    setup_logging(observe.log_level, observe.log_format, "router", secret_values)
-    with bound_socket(config.router.host, config.router.port) as listener:
-        server = _Server(create_app(config), config, listener)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            return runner.run(server.run())
+    _setup_logging(config, "router")
+    is_shared = config.router.processes > 1
+    with bound_socket(config.router.host, config.router.port, is_shared) as listener:
+        if not is_shared:
+            return _serve(create_app(config), config, listener)
+        folder = resolve_model(config.model.id, config.model.cache_dir)  # once, before several would
+        model = config.model.model_copy(update={"id": str(folder), "name": model_name_of(config)})
+        router = config.router.model_copy(update={"port": listener.getsockname()[1]})
+        with asyncio.Runner() as runner:
+            return runner.run(Supervisor(config.model_copy(update={"model": model, "router": router})).run())
+
+
+def serve_process(spec: ProcessSpec) -> int:
+    """One process of a router of several; blocks. Raises ConfigError and ModelError."""
+    config = spec.config
+    _setup_logging(config, f"router-{spec.index}")
+    place = Place(SharedOccupancy(spec.block_fd, spec.index, spec.num_processes), socket.socket(fileno=spec.sibling_fd))
+    with bound_socket(config.router.host, config.router.port, is_shared=True) as listener:
+        return _serve(create_app(config, place=place), config, listener)
+
+
+def _serve(app: FastAPI, config: Config, listener: socket.socket) -> int:
+    gc.collect()
+    gc.freeze()  # all that the libraries made lives on: the collector need not look at it again
+    gc.set_threshold(GC_THRESHOLD)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_Server(app, config, listener).run())
+
+
+def _setup_logging(config: Config, process: str) -> None:
+    secret_values = (config.security.cluster_secret, *config.security.api_keys)
+    setup_logging(config.observe.log_level, config.observe.log_format, process, secret_values)
 
 
 class _Server:
@@ -124,7 +168,8 @@ class _Server:
                 timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(config.worker.drain_deadline_s) + 1,
                 backlog=BACKLOG,
-            )
+            ),
+            self._listening,
         )
 
     async def run(self) -> int:
@@ -134,6 +179,11 @@ class _Server:
         logger.info("listening at %s", self._address)
         await self._server.serve([self._listener])
         return 0 if self._server.started else 1
+
+    def _listening(self) -> None:
+        services: Services = self._app.state.services
+        if services.siblings is not None:
+            services.siblings.listening()
 
     def _stop(self) -> None:
         """The second signal does not wait for running requests."""
@@ -148,7 +198,16 @@ class _Server:
 
 
 class _QuietServer(uvicorn.Server):
-    """Leaves the process's signals alone."""
+    """Leaves the process's signals alone, and says when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            self._on_listening()
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)
@@ -179,11 +238,25 @@ def trained_max_len(folder: Path) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _new_services(config: Config, codec: TextCodec, max_model_len: int) -> Services:
+def _answers(services: Services) -> dict[Topic, Callable[[], bytes]]:
+    """To what other processes of this router ask."""
+    return {
+        Topic.METRICS: lambda: ops.own_metrics(services).encode(),
+        Topic.READY: lambda: services.why_not_ready().encode(),
+        Topic.REQUESTS: lambda: services.dispatcher.timeline.recent().model_dump_json().encode(),
+    }
+
+
+def _register(services: Services, worker: RegisterWorker) -> None:
+    """It registered at another process, which has told it what there was to tell."""
+    with suppress(OverloadedError):
+        services.pool.register(worker)
+
+
+def _new_services(config: Config, codec: TextCodec, max_model_len: int, occupancy: Occupancy) -> Services:
     """Within the event loop: the dispatcher and the pool live on it."""
     router = config.router
     router_id = RouterId(f"router-{secrets.token_hex(6)}")
-    occupancy = OwnOccupancy()
     metrics = Metrics(CollectorRegistry(), Side.ROUTER)
     pool = WorkerPool(
         PoolSettings(
@@ -212,4 +285,5 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int) -> Servi
         admission=Admission(router.max_open_requests, config.security.api_keys, metrics, occupancy),
         pool=pool,
         dispatcher=Dispatcher(pool, new_policy(router.policy), settings, metrics, MonotonicClock(), occupancy),
+        occupancy=occupancy,
     )

@@ -106,6 +106,8 @@ class WorkerPool:
         self._addresses: dict[str, _Address] = {}
         self._workers: dict[PeerId, LinkedWorker] = {}
         self._is_closing = False
+        self.version = 0
+        """Grows with every change of who is linked, in which role and with how large a pool: what is made of these may be kept."""
         self.on_frame: Callable[[PeerId, WorkerFrame], None] = lambda peer, frame: None
         self.on_lost: Callable[[PeerId], None] = lambda peer: None
         self.on_change: Callable[[], None] = lambda: None
@@ -276,6 +278,8 @@ class WorkerPool:
             self._first_frame(address, link, frame)
         elif isinstance(frame, Load):
             changed = frame.role is not worker.load.role
+            if frame.blocks.total != worker.load.blocks.total:
+                self.version += 1
             worker.load = frame
             if changed:
                 self._export_workers()
@@ -335,6 +339,7 @@ class WorkerPool:
             worker.link.send(frame)
 
     def _export_workers(self) -> None:
+        self.version += 1
         for role in Role:
             count = sum(worker.load.role is role for worker in self._workers.values())
             self._metrics.record("pd_serve_linked_workers", count, role.value)

@@ -12,7 +12,9 @@ from pd_serve.ids import RouterId
 from pd_serve.observe import Metrics
 from router.admission import Admission, Limits, TextLimits, limits_of
 from router.dispatcher import Dispatcher
+from router.occupancy import Occupancy
 from router.pool import WorkerPool
+from router.siblings import Siblings
 from router.tokenizer import TextCodec
 
 
@@ -28,13 +30,23 @@ class Services:
     admission: Admission
     pool: WorkerPool
     dispatcher: Dispatcher
+    occupancy: Occupancy
+    siblings: Siblings | None = None
+    """The other processes of this router; None: it is one process."""
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
+    _limits: Limits | None = None
+    _limits_of: int = 0
+    """Version of the pool they were made of."""
 
     def limits(self) -> Limits:
-        router, codec = self.config.router, self.codec
-        text = TextLimits(codec.max_token_chars, router.max_prompt_chars)
-        return limits_of(self.pool.workers, self.max_model_len, codec.vocab_size, router.max_prompt_tokens, text)
+        """Of the workers as they are; made anew when they change."""
+        if self._limits is None or self._limits_of != self.pool.version:
+            router, codec = self.config.router, self.codec
+            text = TextLimits(codec.max_token_chars, router.max_prompt_chars)
+            self._limits_of = self.pool.version
+            self._limits = limits_of(self.pool.workers, self.max_model_len, codec.vocab_size, router.max_prompt_tokens, text)
+        return self._limits
 
     def why_not_ready(self) -> str:
         """Empty: a request could be served now."""

@@ -11,9 +11,9 @@ import msgspec
 
 from pd_serve.errors import PdServeError
 from pd_serve.protocol.openai import error_body
-from pd_serve.protocol.openai_responses import Usage
 from router.choice import Piece, chat_logprobs, completion_logprobs
 from router.tokenizer import TextCodec
+from router.whole import UsageCounts, usage_json
 
 DONE = b"data: [DONE]\n\n"
 
@@ -33,7 +33,7 @@ class EventWriter(Protocol):
 
     def finish(self, index: int, reason: str) -> bytes: ...
 
-    def usage(self, usage: Usage) -> bytes: ...
+    def usage(self, usage: UsageCounts) -> bytes: ...
 
 
 def error_event(error: PdServeError) -> bytes:
@@ -64,8 +64,8 @@ class ChatEvents:
     def finish(self, index: int, reason: str) -> bytes:
         return self._start(index) + b'},"logprobs":null,"finish_reason":' + _json(reason) + b"}" + self._end
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._head + b'"choices":[],"usage":' + usage.model_dump_json().encode() + b"}\n\n"
+    def usage(self, usage: UsageCounts) -> bytes:
+        return self._head + b'"choices":[],"usage":' + usage_json(usage) + b"}\n\n"
 
     def _start(self, index: int) -> bytes:
         start = self._starts.get(index)
@@ -100,8 +100,8 @@ class CompletionEvents:
     def finish(self, index: int, reason: str) -> bytes:
         return self._starts[index] + b'"","logprobs":null,"finish_reason":' + _json(reason) + b"}" + self._end
 
-    def usage(self, usage: Usage) -> bytes:
-        return self._head + b'"choices":[],"usage":' + usage.model_dump_json().encode() + b"}\n\n"
+    def usage(self, usage: UsageCounts) -> bytes:
+        return self._head + b'"choices":[],"usage":' + usage_json(usage) + b"}\n\n"
 
 
 def event_head(response_id: str, kind: str, created: int, model: str) -> bytes:

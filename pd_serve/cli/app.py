@@ -133,16 +133,26 @@ def up(
     return launch(given, as_json=json)
 
 
-@app.command(epilog="Example:\n\n  pd-serve router --port 8000 --model demo")
+@app.command(
+    epilog="Examples:\n\n"
+    "  pd-serve router --port 8000 --model demo\n\n"
+    "  pd-serve router --workers 4     four processes behind one port, for more clients than one core can serve"
+)
 def router(
     model: ModelOption = None,
     host: HostOption = None,
     port: PortOption = None,
+    workers: Annotated[int | None, typer.Option("--workers", min=1, help="Processes that share the port")] = None,
     config: ConfigOption = None,
     set_: SetOption = None,
 ) -> int:
     """Run a router in the foreground: the OpenAI endpoint that workers register at."""
-    flags = [("--model", "model.id", model), ("--host", "router.host", host), ("--port", "router.port", port)]
+    flags = [
+        ("--model", "model.id", model),
+        ("--host", "router.host", host),
+        ("--port", "router.port", port),
+        ("--workers", "router.processes", workers),
+    ]
     from pd_serve.cli.roles import run_router
 
     return run_router(sources(config, set_, flags))

@@ -45,15 +45,20 @@ class ServerLimits:
 
 
 class AnswerLine:
-    """The way of one answer to its client, with no task between: what an app may use beside ASGI's `receive` and `send`."""
+    """The way of one answer, status 200, to its client, with no task between: what an app may use instead of ASGI's `receive` and `send`.
+
+    begin -> write ... -> the last write;  or answer.  Headers: lower case, without content-length and transfer-encoding.
+    """
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
+        self._head = b""
+        """Goes out with what is written first."""
         self._on_gone: Callable[[], None] = _nothing
 
     @property
     def has_begun(self) -> bool:
-        """The head of the answer has been sent."""
+        """Nothing but this answer can be sent any more."""
         return bool(self._cycle.response_started)
 
     @property
@@ -66,13 +71,53 @@ class AnswerLine:
         """The client keeps up, as far as can be seen: what is written now does not wait behind much."""
         return not (self._cycle.flow.write_paused or self.is_over)
 
-    def write(self, part: bytes) -> None:
-        """Send a part of a body that has begun without an announced length. Precondition: is_clear; else `send` waits for the client."""
-        assert self._cycle.chunked_encoding
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(part), part))
+    async def until_clear(self) -> None:
+        """Until the client has read enough, or is gone."""
+        if self._cycle.flow.write_paused and not self.is_over:
+            await self._cycle.flow.drain()
+
+    def begin(self, headers: list[tuple[bytes, bytes]]) -> None:
+        """An answer in parts, whose length nobody knows yet."""
+        self._begin(headers, b"transfer-encoding: chunked\r\n\r\n")
+
+    def write(self, part: bytes, is_last: bool = False) -> None:
+        """Send a part, in one write with the head if it is the first. Nothing happens when the client is gone."""
+        cycle = self._cycle
+        if self.is_over:
+            return
+        head, self._head = self._head, b""
+        chunk = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
+        cycle.transport.write(b"%b%b%b" % (head, chunk, b"0\r\n\r\n" if is_last else b""))
+        if is_last:
+            self._complete()
+
+    async def answer(self, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
+        """A whole answer as one write, once the client has read enough of what came before."""
+        await self.until_clear()
+        if not self.is_over:
+            self._begin(headers, b"content-length: %d\r\n\r\n" % len(body))
+            self._cycle.transport.write(self._head + body)
+            self._complete()
+
+    def _begin(self, headers: list[tuple[bytes, bytes]], rest: bytes) -> None:
+        cycle = self._cycle
+        assert not cycle.response_started
+        cycle.response_started = True
+        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
+        if not cycle.keep_alive:
+            lines.append(b"connection: close\r\n")
+        self._head = b"HTTP/1.1 200 OK\r\n%b%b" % (b"".join(lines), rest)
+
+    def _complete(self) -> None:
+        cycle = self._cycle
+        cycle.response_complete = True
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
 
     def watch(self, on_gone: Callable[[], None]) -> None:
-        """`on_gone` is called once, when the client goes before its answer is complete: now, if it has gone already."""
+        """`on_gone`, and none given before, is called once, when the client goes before its answer is complete: now, if it has gone."""
         self._on_gone = on_gone
         if self._cycle.disconnected:
             self.lost()

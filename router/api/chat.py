@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from starlette.routing import Route
 
 from pd_serve.protocol.openai import ChatCompletionRequest, parse_chat
-from pd_serve.protocol.openai_responses import AssistantMessage, ChatChoice, ChatCompletion, Usage
 from router.api.generate import GenerationEndpoint, new_response_id, now_s, prepared_prompt, tokenize
 from router.choice import chat_logprobs
 from router.exchange import AnswerPlan, ChoiceState
 from router.services import Services
 from router.sse import ChatEvents, event_head
 from router.tokenizer import TextCodec
+from router.whole import UsageCounts, WholeHead, chat_choice_json, whole_json
 
 
 async def _plan(services: Services, request: ChatCompletionRequest) -> AnswerPlan:
@@ -45,19 +45,11 @@ class _ChatBuilder:
     model: str
     has_logprobs: bool
 
-    def whole(self, choices: list[ChoiceState], usage: Usage) -> ChatCompletion:
-        return ChatCompletion(
-            id=self.response_id,
-            created=self.created,
-            model=self.model,
-            choices=tuple(self._choice(index, choice) for index, choice in enumerate(choices)),
-            usage=usage,
-        )
+    def whole(self, choices: list[ChoiceState], usage: UsageCounts) -> bytes:
+        head = WholeHead(self.response_id, "chat.completion", self.created, self.model)
+        return whole_json(head, [self._choice(index, choice) for index, choice in enumerate(choices)], usage)
 
-    def _choice(self, index: int, choice: ChoiceState) -> ChatChoice:
-        return ChatChoice(
-            index=index,
-            message=AssistantMessage(content="".join(piece.text for piece in choice.pieces)),
-            logprobs=chat_logprobs(self.codec, choice.pieces) if self.has_logprobs else None,
-            finish_reason=choice.text.finish_reason or "stop",
-        )
+    def _choice(self, index: int, choice: ChoiceState) -> bytes:
+        text = "".join([piece.text for piece in choice.pieces])
+        logprobs = chat_logprobs(self.codec, choice.pieces).model_dump_json().encode() if self.has_logprobs else b"null"
+        return chat_choice_json(index, text, logprobs, choice.text.finish_reason or "stop")

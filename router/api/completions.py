@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from starlette.routing import Route
 
 from pd_serve.protocol.openai import CompletionRequest, parse_completion
-from pd_serve.protocol.openai_responses import Completion, CompletionChoice, Usage
 from router.api.generate import GenerationEndpoint, new_response_id, now_s, prepared_prompt, tokenize
 from router.choice import completion_logprobs
 from router.exchange import AnswerPlan, ChoiceState, PreparedPrompt
 from router.services import Services
 from router.sse import CompletionEvents, event_head
 from router.tokenizer import TextCodec
+from router.whole import UsageCounts, WholeHead, completion_choice_json, whole_json
 
 
 async def _plan(services: Services, request: CompletionRequest) -> AnswerPlan:
@@ -53,19 +53,11 @@ class _CompletionBuilder:
     has_logprobs: bool
     echoes: tuple[str, ...]
 
-    def whole(self, choices: list[ChoiceState], usage: Usage) -> Completion:
-        return Completion(
-            id=self.response_id,
-            created=self.created,
-            model=self.model,
-            choices=tuple(self._choice(index, choice) for index, choice in enumerate(choices)),
-            usage=usage,
-        )
+    def whole(self, choices: list[ChoiceState], usage: UsageCounts) -> bytes:
+        head = WholeHead(self.response_id, "text_completion", self.created, self.model)
+        return whole_json(head, [self._choice(index, choice) for index, choice in enumerate(choices)], usage)
 
-    def _choice(self, index: int, choice: ChoiceState) -> CompletionChoice:
-        return CompletionChoice(
-            index=index,
-            text=self.echoes[index] + "".join(piece.text for piece in choice.pieces),
-            logprobs=completion_logprobs(self.codec, choice.pieces, 0) if self.has_logprobs else None,
-            finish_reason=choice.text.finish_reason or "stop",
-        )
+    def _choice(self, index: int, choice: ChoiceState) -> bytes:
+        text = "".join([self.echoes[index], *[piece.text for piece in choice.pieces]])
+        logprobs = completion_logprobs(self.codec, choice.pieces, 0).model_dump_json().encode() if self.has_logprobs else b"null"
+        return completion_choice_json(index, text, logprobs, choice.text.finish_reason or "stop")

@@ -8,20 +8,19 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Generic, TypeVar
 
-from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from pd_serve.config import RouterConfig
 from pd_serve.errors import InvalidRequestError, NotFoundError
 from pd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
 from pd_serve.protocol.sampling import SamplingParams
-from router.admission import Limits, read_body
+from router.admission import Limits, header, read_body
 from router.api.glance import check_sizes
 from router.exchange import AnswerPlan, ExchangeResponse, PreparedPrompt
-from router.services import Services, services_of
+from router.services import Services
 from router.tokenizer import TextCodec
 
-LONG_TEXT = 4_096
+LONG_TEXT = 2_048
 """Characters in one request from which tokenizing goes to another thread, so that it does not hold up the streams."""
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -38,12 +37,11 @@ class GenerationEndpoint(Generic[R]):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received_at = time.monotonic()
-        request = Request(scope, receive)
-        services = services_of(request)
-        services.admission.enter(request.headers.get("authorization"))
+        services: Services = scope["app"].state.services
+        services.admission.enter(header(scope, b"authorization"))
         has_begun = False
         try:
-            body = await read_body(request, services.config.router.max_body_bytes)
+            body = await read_body(scope, receive, services.config.router.max_body_bytes)
             check_sizes(body, services.limits(), services.config.router)
             parsed = self._parse(body)
             if parsed.model != services.model_name:

@@ -15,6 +15,7 @@ from pd_serve.protocol.control import (
     RegisterWorker,
     RouterStatus,
 )
+from pd_serve.protocol.siblings import Topic
 from router.admission import bearer_matches, read_body
 from router.pairs import pair_statuses
 from router.services import Services, services_of
@@ -27,13 +28,15 @@ router = APIRouter()
 @router.post(REGISTER_PATH)
 async def register(request: Request) -> Registered:
     services = _authorized(request)
-    body = await read_body(request, MAX_REGISTRATION_NBYTES)
+    body = await read_body(request.scope, request.receive, MAX_REGISTRATION_NBYTES)
     try:
         worker = RegisterWorker.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         raise InvalidRequestError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     linked = services.pool.register(worker)
+    if services.siblings is not None:
+        services.siblings.registered(worker)
     return Registered(router_id=services.router_id, heartbeat_s=services.config.worker.heartbeat_s, linked=linked)
 
 
@@ -43,8 +46,8 @@ async def status(request: Request) -> RouterStatus:
     return RouterStatus(
         router_id=services.router_id,
         model=services.model_name,
-        open_requests=services.admission.num_open,
-        queued_requests=services.dispatcher.num_queued,
+        open_requests=services.occupancy.num_open,
+        queued_requests=services.occupancy.num_queued,
         workers=services.pool.statuses(),
         pairs=pair_statuses(services.pool.workers, services.pool.refused()),
     )
@@ -52,7 +55,13 @@ async def status(request: Request) -> RouterStatus:
 
 @router.get(REQUESTS_PATH)
 async def requests(request: Request) -> RecentRequests:
-    return _authorized(request).dispatcher.timeline.recent()
+    services = _authorized(request)
+    recent = services.dispatcher.timeline.recent()
+    if services.siblings is None:
+        return recent
+    answers = await services.siblings.ask(Topic.REQUESTS)
+    others = (told for answer in answers.data for told in RecentRequests.model_validate_json(answer).requests)
+    return RecentRequests(requests=tuple(sorted((*recent.requests, *others), key=lambda told: told.arrived_at_s, reverse=True)))
 
 
 def _authorized(request: Request) -> Services:

@@ -1,0 +1,97 @@
+"""What the processes of one router say to each other, by way of the supervisor that started them: over a socket pair each, inherited.
+
+    WorkerRegistered   a worker registered at one process; the supervisor tells the others, and every process that starts later
+    Question       one process asks all others; the supervisor passes it on under a number of its own
+    Answer         of each, to the supervisor                     Answers   all together, to the one that asked
+    Listening      a process takes requests
+
+A stream of frames: 4 bytes of length, little-endian, then one frame. A process whose stream ends has ended, or its supervisor has.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from collections.abc import AsyncIterator
+from enum import Enum
+
+from pd_serve.errors import ProtocolError
+from pd_serve.protocol.frame import Frame
+from pd_serve.wire import MAX_FRAME_NBYTES, Codec
+
+_LENGTH = struct.Struct("<I")
+
+
+class Topic(Enum):
+    METRICS = "metrics"
+    """The process's metrics, in Prometheus' text format."""
+    READY = "ready"
+    """Why it could serve no request now; empty: it could."""
+    REQUESTS = "requests"
+    """RecentRequests as JSON."""
+
+
+class Listening(Frame, frozen=True, tag="listening"):
+    pass
+
+
+class WorkerRegistered(Frame, frozen=True, tag="worker_registered"):
+    registration: bytes
+    """RegisterWorker as JSON."""
+
+
+class Question(Frame, frozen=True, tag="question"):
+    question_id: int
+    topic: Topic
+
+
+class Answer(Frame, frozen=True, tag="answer"):
+    question_id: int
+    data: bytes
+
+
+class Answers(Frame, frozen=True, tag="answers"):
+    question_id: int
+    data: tuple[bytes, ...]
+    num_silent: int
+    """Processes that did not answer in time."""
+
+
+SiblingFrame = Listening | WorkerRegistered | Question | Answer | Answers
+
+
+class SiblingStream:
+    """One end of a socket pair. Owned by an event loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._codec: Codec[SiblingFrame] = Codec(SiblingFrame)
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> SiblingStream:
+        """Takes the socket over."""
+        end.setblocking(False)
+        return cls(*await asyncio.open_connection(sock=end))
+
+    def send(self, frame: SiblingFrame) -> None:
+        """Queue a frame; lost without a word when the other end is gone: its end is noticed by `frames`."""
+        if not self._writer.is_closing():
+            payload = self._codec.encode(frame)
+            self._writer.write(_LENGTH.pack(len(payload)) + payload)
+
+    async def frames(self) -> AsyncIterator[SiblingFrame]:
+        """Until the other end closes. Raises ProtocolError on bytes that are no frame."""
+        try:
+            while True:
+                (nbytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+                if nbytes > MAX_FRAME_NBYTES:
+                    raise ProtocolError(f"a frame of {nbytes} bytes was announced")
+                yield self._codec.decode(await self._reader.readexactly(nbytes))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._writer.close()
