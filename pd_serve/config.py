@@ -79,7 +79,7 @@ class TransportConfig(Section):
         256 * 1024, ge=4096, description="Part of it that one conversion takes: KV of one layer is converted and sent in such pieces"
     )
     push_bytes: int = Field(
-        4 * 1024 * 1024, ge=0, description="Least KV of one push in bytes: layers of which a step writes less go together; 0: each by itself"
+        4 * 1024 * 1024, ge=0, description="Least KV of one push, bytes: layers of which a step writes less go together; 0: each by itself"
     )
     verify: bool = Field(False, description="Digest of every transferred block in the completion record, checked by decode")
 

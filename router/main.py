@@ -52,6 +52,7 @@ from router.siblings import Place, Siblings
 from router.stand_in_tokenizer import StandInTokenizer
 from router.supervisor import Supervisor
 from router.tokenizer import TOKENIZER_NAME, FolderTokenizer, TextCodec
+from router.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,7 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
     if codec is None:
         folder = resolve_model(config.model.id, config.model.cache_dir)
         codec = new_codec(config, folder)
+        warm_up(codec)
         max_model_len = max_model_len or trained_max_len(folder)
     if config.model.max_len:
         max_model_len = min(config.model.max_len, max_model_len or config.model.max_len)
