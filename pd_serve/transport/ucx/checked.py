@@ -18,12 +18,15 @@ from typing import NamedTuple
 
 from pd_serve.ids import Epoch
 from pd_serve.transport.ucx.messages import MAX_PIECES, PROBE_LEASE, FlushReply, FlushRequest, encode_data_header
+from pd_serve.transport.ucx.pinned import Staging
 from pd_serve.transport.ucx.seam import IN_PROGRESS, Channel, Endpoint, Request
-from pd_serve.transport.ucx.writer import Completion, Pieces, cut
+from pd_serve.transport.ucx.writer import MAX_PIECE_NBYTES, Completion, Pieces, cut
 
 PACK_NBYTES = 64 * 1024
 """Pieces are gathered into one message up to this size; a piece at least half as large travels alone, uncopied."""
 MAX_INFLIGHT_NBYTES = 2 * 1024 * 1024
+NUM_SLOTS = MAX_INFLIGHT_NBYTES // MAX_PIECE_NBYTES
+"""Of staging, one per message, where the pool is in memory that this process's CPU cannot read."""
 
 
 class Source(NamedTuple):
@@ -33,6 +36,8 @@ class Source(NamedTuple):
     scratch_address: int
     can_gather: bool
     """It can be read by this process's CPU."""
+    staging: Staging | None = None
+    """What the pool's bytes pass through where it cannot; the writer's own, which it closes. None: they are sent from where they lie."""
 
 
 class CheckedWriter:
@@ -52,6 +57,7 @@ class CheckedWriter:
         self._queue: deque[Pieces | int] = deque()
         self._position = 0
         self._inflight: deque[tuple[Request, int, object]] = deque()
+        """Third: what has to live until then; an int is a slot of staging."""
         self._inflight_nbytes = 0
         self._num_messages = 0
         self._seq = 0
@@ -75,7 +81,8 @@ class CheckedWriter:
         while self._queue and self._inflight_nbytes < MAX_INFLIGHT_NBYTES and self._endpoint.failure is None:
             head = self._queue[0]
             if isinstance(head, Pieces):
-                self._send_some(head)
+                if not self._send_some(head):
+                    break
             else:
                 self._queue.popleft()
                 self._seq += 1
@@ -114,16 +121,26 @@ class CheckedWriter:
     def _reap(self) -> bool:
         moved = False
         while self._inflight and self._inflight[0][0].poll() != IN_PROGRESS:
-            self._inflight_nbytes -= self._inflight.popleft()[1]
+            _, nbytes, kept = self._inflight.popleft()
+            self._inflight_nbytes -= nbytes
+            self._give_back(kept)
             moved = True
         return moved
 
-    def _send_some(self, pieces: Pieces) -> None:
-        """Send the next message of the head of the queue."""
+    def _give_back(self, kept: object) -> None:
+        if isinstance(kept, int) and self._source.staging is not None:
+            self._source.staging.give_back(kept)
+
+    def _send_some(self, pieces: Pieces) -> bool:
+        """Send the next message of the head of the queue. False: its staging is full of messages that are on their way."""
         first = self._position
+        staged = self._source.staging if pieces.lease_id != PROBE_LEASE else None
+        slot = staged.take() if staged is not None else None
+        if staged is not None and slot is None:
+            return False
         nbytes = pieces.sizes[first]
         end = first + 1
-        if self._source.can_gather and nbytes < PACK_NBYTES // 2:
+        if (self._source.can_gather or staged is not None) and nbytes < PACK_NBYTES // 2:
             while end < len(pieces.sizes) and end - first < MAX_PIECES and nbytes + pieces.sizes[end] <= PACK_NBYTES:
                 nbytes += pieces.sizes[end]
                 end += 1
@@ -132,8 +149,11 @@ class CheckedWriter:
         table[1::2] = pieces.sizes[first:end]
         header = encode_data_header(self._token, pieces.lease_id, pieces.epoch, self._stream, table)
         base = self._source.scratch_address if pieces.lease_id == PROBE_LEASE else self._source.pool_address
-        staging: object = None
-        if end - first == 1:
+        staging: object = slot
+        if staged is not None and slot is not None:
+            address = slot
+            staged.gather(slot, zip((base + offset for offset in pieces.local[first:end]), pieces.sizes[first:end], strict=True))
+        elif end - first == 1:
             address = base + pieces.local[first]
         else:
             staging = buffer = ctypes.create_string_buffer(nbytes)
@@ -146,6 +166,8 @@ class CheckedWriter:
         if request.poll() == IN_PROGRESS:
             self._inflight.append((request, nbytes, staging))
             self._inflight_nbytes += nbytes
+        else:
+            self._give_back(staging)
         if pieces.lease_id != PROBE_LEASE:
             self.num_bytes += nbytes
             self.num_writes += end - first
@@ -154,6 +176,7 @@ class CheckedWriter:
             self._position = 0
         else:
             self._position = end
+        return True
 
 
 class Inbound:

@@ -6,6 +6,7 @@ import ctypes
 from typing import Protocol
 
 from pd_serve.errors import TransportError, TransportUnavailableError
+from pd_serve.transport.ucx.pinned import PinnedStaging, Staging
 
 
 class Copier(Protocol):
@@ -16,12 +17,19 @@ class Copier(Protocol):
         """From host memory at `source` into the pool at `target`; done when it returns."""
         ...
 
+    def open_staging(self, num_slots: int, slot_nbytes: int) -> Staging | None:
+        """What the pool's bytes pass through on their way into messages, the caller's to close; None where they can be sent as they lie."""
+        ...
+
 
 class HostCopier:
     can_gather = True
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         ctypes.memmove(target, source, nbytes)
+
+    def open_staging(self, num_slots: int, slot_nbytes: int) -> Staging | None:
+        return None
 
 
 class CudaCopier:
@@ -43,6 +51,9 @@ class CudaCopier:
 
     def copy(self, target: int, source: int, nbytes: int) -> None:
         self._check(self._cuda.cuMemcpyHtoD_v2(target, source, nbytes), "cuMemcpyHtoD")
+
+    def open_staging(self, num_slots: int, slot_nbytes: int) -> Staging | None:
+        return PinnedStaging(self._cuda, num_slots, slot_nbytes)
 
     @staticmethod
     def _check(result: int, what: str) -> None:

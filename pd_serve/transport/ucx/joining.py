@@ -12,7 +12,7 @@ import secrets
 from pd_serve.errors import ProtocolError, TransportError
 from pd_serve.ids import PeerId
 from pd_serve.transport.base import NoticeReceived, PeerJoined, PeerRefused
-from pd_serve.transport.ucx.checked import CheckedWriter, Source
+from pd_serve.transport.ucx.checked import NUM_SLOTS, CheckedWriter, Source
 from pd_serve.transport.ucx.departures import Departures
 from pd_serve.transport.ucx.handshake import Handshake, major_minor
 from pd_serve.transport.ucx.lanes import choose_lane
@@ -20,7 +20,7 @@ from pd_serve.transport.ucx.messages import NONCE_NBYTES, WIRE_VERSION, Answer, 
 from pd_serve.transport.ucx.metadata import MetadataCodec, UcxMetadata
 from pd_serve.transport.ucx.one_sided import OneSidedWriter, Side
 from pd_serve.transport.ucx.peer import Node, Peer, Phase
-from pd_serve.transport.ucx.writer import Completion, Writer
+from pd_serve.transport.ucx.writer import MAX_PIECE_NBYTES, Completion, Writer
 
 HELLO_RETRY_S = 0.2
 SETTLE_S = 2.2
@@ -286,7 +286,9 @@ class Joining:
             def send(request: FlushRequest) -> None:
                 node.send_session(peer, request)
 
-            source = Source(node.pool.region.address, node.pool.scratch_address, node.pool.copier.can_gather)
+            copier = node.pool.copier
+            staging = copier.open_staging(NUM_SLOTS, MAX_PIECE_NBYTES)
+            source = Source(node.pool.region.address, node.pool.scratch_address, copier.can_gather, staging)
             return CheckedWriter(endpoint, token, peer.num_endpoints, source, send)
         scratch_address, scratch_memory = node.pool.scratch_on(peer.port.lane)
         pool = Side(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 
 import pytest
 
 from pd_serve.ids import Epoch, LeaseId
-from pd_serve.transport.ucx.checked import MAX_INFLIGHT_NBYTES, PACK_NBYTES, CheckedWriter, Inbound, Source
+from pd_serve.transport.ucx.checked import MAX_INFLIGHT_NBYTES, NUM_SLOTS, PACK_NBYTES, CheckedWriter, Inbound, Source
 from pd_serve.transport.ucx.messages import TOKEN_NBYTES, FlushReply, FlushRequest, decode_data_header
 from pd_serve.transport.ucx.seam import OK
 from pd_serve.transport.ucx.writer import MAX_PIECE_NBYTES, Completion, Pieces
@@ -24,7 +25,13 @@ class Bench:
         self.endpoint = FakeEndpoint(sends_are_inline=sends_are_inline)
         self.requests: list[FlushRequest] = []
         source = Source(ctypes.addressof(self.pool), ctypes.addressof(self.pool), can_gather)
+        self.source = source
         self.writer = kind(self.endpoint, b"t" * TOKEN_NBYTES, 1, source, self.requests.append)
+
+    def stage(self, staging: FakeStaging) -> None:
+        """From now on the pool's bytes pass through it."""
+        source = self.source._replace(staging=staging)
+        self.writer = CheckedWriter(self.endpoint, b"t" * TOKEN_NBYTES, 1, source, self.requests.append)
 
     def write(self, *rows: tuple[int, int, int]) -> None:
         local, remote, sizes = zip(*rows, strict=True)
@@ -157,3 +164,62 @@ def test_violations_are_told_once() -> None:
     inbound.on_flush(FlushRequest(1, 1, 1))
     inbound.on_flush(FlushRequest(2, 1, 1))
     assert inbound.replies() == [FlushReply(1, 1), FlushReply(2, 0)]
+
+
+class FakeStaging:
+    """Slots in host memory that is filled by memmove, as pinned memory is by the device."""
+
+    def __init__(self, num_slots: int) -> None:
+        self.slot_nbytes = MAX_PIECE_NBYTES
+        self.memory = ctypes.create_string_buffer(num_slots * self.slot_nbytes)
+        self.free = [ctypes.addressof(self.memory) + index * self.slot_nbytes for index in range(num_slots)]
+
+    def take(self) -> int | None:
+        return self.free.pop() if self.free else None
+
+    def gather(self, slot: int, pieces: Iterable[tuple[int, int]]) -> int:
+        copied = 0
+        for address, nbytes in pieces:
+            assert copied + nbytes <= self.slot_nbytes
+            ctypes.memmove(slot + copied, address, nbytes)
+            copied += nbytes
+        return copied
+
+    def give_back(self, slot: int) -> None:
+        assert slot not in self.free
+        self.free.append(slot)
+
+
+def test_a_pool_that_cannot_be_read_goes_through_staging_in_few_messages() -> None:
+    bench = Bench(can_gather=False)
+    bench.stage(FakeStaging(NUM_SLOTS))
+    rows = [(index * 6144, POOL_NBYTES - (index + 1) * 10_000, 6144) for index in range(100)]
+    bench.write(*rows, (0, 0, MAX_PIECE_NBYTES + 9))
+    assert len(bench.endpoint.sent) == -(-100 * 6144 // (PACK_NBYTES // 6144 * 6144)) + 2
+    landed = bench.landed()
+    for local, remote, nbytes in rows[:-1]:
+        assert landed[remote : remote + nbytes] == bench.pool.raw[local : local + nbytes]
+
+
+def test_slots_are_bounded_and_come_back_with_their_messages() -> None:
+    bench = Bench(sends_are_inline=False, can_gather=False)
+    staging = FakeStaging(NUM_SLOTS)
+    bench.stage(staging)
+    for _ in range(3 * NUM_SLOTS):
+        bench.write((0, 0, PACK_NBYTES // 2))
+    assert len(bench.endpoint.sent) == NUM_SLOTS
+    assert bench.writer.is_pending
+    for _ in range(3):
+        for request in bench.endpoint.sends:
+            request.status = OK
+        bench.writer.pump()
+    assert len(bench.endpoint.sent) == 3 * NUM_SLOTS
+    assert len(staging.free) == NUM_SLOTS
+
+
+def test_a_probe_does_not_pass_through_staging() -> None:
+    bench = Bench(can_gather=False)
+    bench.stage(FakeStaging(0))
+    bench.writer.probe(5000)
+    bench.writer.pump()
+    assert [len(payload) for _, _, payload in bench.endpoint.sent] == [5000]
