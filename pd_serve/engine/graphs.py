@@ -71,7 +71,8 @@ class GraphedDecode(Generic[PlanT]):
         self._capturer = capturer
         self._idle_block = settings.idle_block
         num_rows = self.buckets[-1]
-        self._inputs = HostMirror((3, num_rows), torch.int64, settings.device)
+        self._inputs = HostMirror(3 * num_rows, torch.int64, settings.device)
+        """Of a bucket: [3, bucket], from the front, so that a step's are one copy."""
         self._row_numbers = torch.arange(num_rows, device=settings.device)
         self._attention = attention.decode_buffers(num_rows, settings.max_len)
         self._logits: Tensor | None = None
@@ -112,18 +113,18 @@ class GraphedDecode(Generic[PlanT]):
     def _fill(self, inputs: StepInputs | None, bucket: int) -> None:
         """Put the step's inputs where the bucket's graph reads them; None: every row is idle."""
         num_rows = 0 if inputs is None else inputs.num_tokens
-        host = self._inputs.open()
+        host = self._inputs.open()[: 3 * bucket].view(3, bucket)
         if inputs is not None:
             for index, values in enumerate((inputs.token_ids, inputs.positions, inputs.slots)):
                 host[index, :num_rows] = values[:num_rows]
-        host[_TOKEN_IDS : _POSITIONS + 1, num_rows:bucket] = 0
-        host[_SLOTS, num_rows:bucket] = self._idle_block * self._cache.layout.block_size
-        self._inputs.send(slice(None), slice(0, bucket))
+        host[_TOKEN_IDS : _POSITIONS + 1, num_rows:] = 0
+        host[_SLOTS, num_rows:] = self._idle_block * self._cache.layout.block_size
+        self._inputs.send(3 * bucket)
         self._attention.fill(() if inputs is None else inputs.spans, bucket, self._idle_block)
 
     def _step(self, bucket: int) -> Callable[[], None]:
         """What is captured. Its inputs are the first `bucket` rows of the buffers, all of them sampled."""
-        rows = self._inputs.device[:, :bucket]
+        rows = self._inputs.device[: 3 * bucket].view(3, bucket)
         inputs = StepInputs(
             num_tokens=bucket,
             num_decode_rows=bucket,

@@ -13,11 +13,11 @@ from torch import Tensor
 class HostMirror:
     """The device's side keeps its place, so that captured work may read it."""
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        """Both sides are zero."""
+    def __init__(self, size: int, dtype: torch.dtype, device: torch.device) -> None:
+        """Both sides are [size] and zero."""
         is_cuda = device.type == "cuda"
-        self.device = torch.zeros(shape, dtype=dtype, device=device)
-        self._host = torch.zeros(shape, dtype=dtype, pin_memory=is_cuda)
+        self.device = torch.zeros(size, dtype=dtype, device=device)
+        self._host = torch.zeros(size, dtype=dtype, pin_memory=is_cuda)
         self._sent = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
 
     def open(self) -> Tensor:
@@ -26,8 +26,8 @@ class HostMirror:
             self._sent.synchronize()
         return self._host
 
-    def send(self, *place: slice) -> None:
-        """Copy the part at `place` to the device, in order with what the current stream does."""
-        self.device[place].copy_(self._host[place], non_blocking=True)
+    def send(self, count: int) -> None:
+        """Copy the first `count` elements to the device, in order with what the current stream does."""
+        self.device[:count].copy_(self._host[:count], non_blocking=True)
         if self._sent is not None:
             self._sent.record()

@@ -122,8 +122,11 @@ class VarlenBuffers:
         self._block_size = block_size
         self._max_len = max_len
         self._cumulative = torch.arange(max_rows + 1, dtype=torch.int32, device=device)
-        self._context_lens = HostMirror((max_rows,), torch.int32, device)
-        self._block_table = HostMirror((max_rows, -(-max_len // block_size)), torch.int32, device)
+        self._context_lens = HostMirror(max_rows, torch.int32, device)
+        max_blocks = -(-max_len // block_size)
+        self._block_table = torch.zeros(max_rows, max_blocks, dtype=torch.int32, device=device)
+        self._sent_table = HostMirror(max_rows * max_blocks, torch.int32, device)
+        """[num_rows, blocks of the longest context], from the front: what a step's table has of columns."""
 
     def plan(self, num_rows: int) -> VarlenPlan:
         call = _VarlenCall(
@@ -131,7 +134,7 @@ class VarlenBuffers:
             past_row=num_rows,
             cumulative_queries=self._cumulative[: num_rows + 1],
             context_lens=self._context_lens.device[:num_rows],
-            block_table=self._block_table.device[:num_rows],
+            block_table=self._block_table[:num_rows],
             max_queries=1,
             max_context=self._max_len,
             is_captured=True,
@@ -139,18 +142,20 @@ class VarlenBuffers:
         return VarlenPlan((call,))
 
     def fill(self, spans: Sequence[QuerySpan], num_rows: int, idle_block: int) -> None:
-        lens, table = self._context_lens.open().numpy(), self._block_table.open().numpy()
-        width = 1
-        for row, span in enumerate(spans):
-            count = -(-span.context_len // self._block_size)
+        counts = [-(-span.context_len // self._block_size) for span in spans]
+        width = max(counts, default=1)
+        lens = self._context_lens.open().numpy()
+        table = self._sent_table.open()[: num_rows * width].view(num_rows, width).numpy()
+        for row, (span, count) in enumerate(zip(spans, counts, strict=True)):
             table[row, :count] = span.block_table[:count]
+            table[row, count:] = 0
             lens[row] = span.context_len
-            width = max(width, count)
         lens[len(spans) : num_rows] = 1
-        table[len(spans) : num_rows, 0] = idle_block
-        self._context_lens.send(slice(0, num_rows))
-        # What an earlier step left behind a row's last block is never read.
-        self._block_table.send(slice(0, num_rows), slice(0, width))
+        table[len(spans) :] = idle_block
+        self._context_lens.send(num_rows)
+        self._sent_table.send(num_rows * width)
+        # What an earlier step left in the columns behind is never read.
+        self._block_table[:num_rows, :width].copy_(self._sent_table.device[: num_rows * width].view(num_rows, width))
 
 
 def _refuse_sinks(*, is_there: bool) -> None:

@@ -105,7 +105,7 @@ def test_torchs_kernel_takes_the_shapes_of_captured_steps() -> None:
     assert [row[:4] for row in call.block_table.tolist()] == [
         [spans[0].block_table[0], 0, 0, 0],
         list(spans[1].block_table),
-        [39, 0, 0, 0],
-        [39, 0, 0, 0],
+        [39, 39, 39, 39],
+        [39, 39, 39, 39],
     ]
     assert call.cumulative_queries.tolist() == [0, 1, 2, 3, 4]
