@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import typer
 
-from pd_serve.cli import bench_compare, bench_handover, bench_interference, bench_load, bench_report, bench_trace, bench_transfer
+from pd_serve.cli import (
+    bench_compare,
+    bench_handover,
+    bench_interference,
+    bench_load,
+    bench_report,
+    bench_router,
+    bench_trace,
+    bench_transfer,
+)
 
 bench = typer.Typer(
     name="bench",
@@ -16,6 +25,7 @@ bench.command(epilog=bench_load.EPILOG)(bench_load.load)
 bench.command(epilog=bench_trace.EPILOG)(bench_trace.trace)
 bench.command(epilog=bench_interference.EPILOG)(bench_interference.interference)
 bench.command(epilog=bench_handover.EPILOG)(bench_handover.handover)
+bench.command(epilog=bench_router.EPILOG)(bench_router.router)
 bench.command(epilog=bench_transfer.EPILOG)(bench_transfer.transfer)
 bench.command(epilog=bench_compare.EPILOG)(bench_compare.compare)
 bench.command(epilog=bench_report.EPILOG)(bench_report.report)
