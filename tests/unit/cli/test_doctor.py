@@ -32,7 +32,8 @@ def test_json_lists_every_check_and_the_exit_code_says_whether_all_is_well(capsy
 
 
 def test_what_must_be_mended_fails_with_a_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["doctor", "--model", "/no/such/folder", "--port", "0", "--set", "transport.name=loopback", "--device", "cpu"]) == 1
+    small = ("--set", "transport.name=loopback", "--set", "kv.memory_bytes=1048576", "--device", "cpu")
+    assert run(["doctor", "--model", "/no/such/folder", "--port", "0", *small]) == 1
     text = capsys.readouterr().out
     assert "To be mended: model" in text
     assert "name a local folder" in text
