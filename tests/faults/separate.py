@@ -46,7 +46,7 @@ class SeparateCluster(Cluster):
         role = name.partition("-")[0]
         port = self.port if name == "router" else self.ports.setdefault(name, free_port())
         command = [sys.executable, "-m", "pd_serve.cli", role, "--model", self.model, "--port", str(port)]
-        settings = dict(self.settings)
+        settings = {"engine.warm_up_s": "0"} | self.settings
         if name != "router":
             command += ["--router", self.url, "--dtype", self.dtype, "--device", self.device]
             settings |= {"worker.id": name, "engine.threads": "1"}
