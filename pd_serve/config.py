@@ -51,6 +51,10 @@ class EngineConfig(Section):
     max_running: int = Field(256, ge=1, description="Sequences in one step")
     max_waiting: int = Field(1024, ge=0, description="Prompts that may wait inside the worker")
     prefill_chunk: int = Field(0, ge=0, description="Longest prefill chunk in tokens; 0: as the budget allows")
+    cpu_ops: Literal["auto", "off", "on"] = Field(
+        "off",
+        description="Compiled operators for decode on a CPU; auto: built once, in seconds, where there is a C++ compiler; on: an error without",
+    )
     warm_up_s: float = Field(
         2.0, ge=0, description="Seconds at start in which the usual sizes of steps are computed once, lest the first requests wait for it"
     )

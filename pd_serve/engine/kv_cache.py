@@ -138,6 +138,11 @@ class PlainLayer:
         """`planes` [num_blocks * num_planes, block_size * num_kv_heads * head_dim], in the layout's order."""
         self._layout = layout
         self._planes = planes
+        shape = (layout.num_blocks, layout.num_planes, layout.block_size, layout.num_kv_heads, layout.head_dim)
+        if layout.order is KVOrder.TOKEN_MAJOR:
+            self.slab = planes.view(shape)
+        else:
+            self.slab = planes.view(*shape[:2], layout.num_kv_heads, layout.block_size, layout.head_dim).transpose(2, 3)
 
     def gather(self, planes: Tensor, target: Tensor) -> None:
         layout = self._layout
@@ -146,11 +151,3 @@ class PlainLayer:
             return
         gathered = self._planes.index_select(0, planes).view(-1, layout.num_kv_heads, layout.block_size, layout.head_dim)
         target.view(-1, layout.block_size, layout.num_kv_heads, layout.head_dim).copy_(gathered.transpose(1, 2))
-
-    @property
-    def slab(self) -> Tensor:
-        layout = self._layout
-        if layout.order is KVOrder.TOKEN_MAJOR:
-            return self._planes.view(layout.num_blocks, layout.num_planes, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        shape = (layout.num_blocks, layout.num_planes, layout.num_kv_heads, layout.block_size, layout.head_dim)
-        return self._planes.view(shape).transpose(2, 3)

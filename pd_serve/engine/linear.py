@@ -4,6 +4,10 @@ On CPU the weight is repacked once into oneDNN's blocked order, 2 to 3.5 times f
 operators are private to torch: where they are missing or refuse a type, and on CUDA, torch's public linear is used. That one is not
 invariant: the promise of bit-identical logits is for packed layers, the promise of identical float32 tokens for all.
 
+What is done with a product anyway is done before it is rounded (Fusion): fewer operators, and fewer roundings.
+
+Where there are compiled operators, decode rows of 16-bit layers go to them (native/linear.cpp), which read the same packed weights.
+
 What oneDNN's kernels do, and the rule that follows (all measured):
   one row alone    is a matrix-vector product that sums in another order: it is padded to two.
   AMX, 16 bits     32 rows or fewer sum in one order, more in another, and for wide inputs the count of rows matters again. So decode rows
@@ -20,6 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pd_serve.engine.native.operators import Fusion, Operators, PackedWeight
+
 _PACK_ROWS_HINT = 16
 """Batch size that oneDNN packs for; one packed copy serves every batch size."""
 DECODE_ROWS = 32
@@ -31,53 +37,97 @@ _PREFILL_CANDIDATES = (512, 256, 128)
 _PROBE_SEED = 0
 
 
-class Linear:
-    """y = x W^T + b. Made by LinearFactory."""
+Apply = Callable[[Tensor, Tensor | None], Tensor]
+"""Maps x [num_rows >= 2, num_inputs] and what is fused with the product, [num_rows, num_outputs]."""
 
-    def __init__(self, apply: Callable[[Tensor], Tensor], prefill_sizes: tuple[int, ...]) -> None:
-        """`apply` maps [num_rows >= 2, num_inputs]; `prefill_sizes`: counts of rows that prefill may use, descending, empty: any."""
+
+class Linear:
+    """y = x W^T + b, and what is fused with it. Made by LinearFactory."""
+
+    def __init__(self, apply: Apply, prefill_sizes: tuple[int, ...], decode: Apply | None = None) -> None:
+        """`prefill_sizes`: counts of rows that prefill may use, descending, empty: any. `decode`: for decode's rows, any count
+        of them; None: `apply`, by the rules above."""
         self._apply = apply
         self._prefill_sizes = prefill_sizes
+        self._decode = decode
 
-    def __call__(self, x: Tensor, num_decode_rows: int) -> Tensor:
-        """[num_rows, num_inputs] to [num_rows, num_outputs]; the first `num_decode_rows` are decode's, the others prefill's."""
+    def __call__(self, x: Tensor, num_decode_rows: int, other: Tensor | None = None) -> Tensor:
+        """[num_rows, num_inputs] to [num_rows, num_outputs]; the first `num_decode_rows` are decode's, the others prefill's.
+
+        `other` [num_rows, num_outputs]: the factor of Fusion.TIMES; for Fusion.NONE, what is added.
+        """
         num_rows = x.shape[0]
+        if self._decode is not None and num_decode_rows == num_rows:
+            return self._decode(x, other)
         is_one_call = not self._prefill_sizes or (num_rows == num_decode_rows and num_rows <= DECODE_ROWS)
-        if is_one_call:
-            return self._apply(x) if num_rows > 1 else self._apply(x.expand(2, -1).contiguous())[:1]
-        return torch.cat([*self._decode_parts(x[:num_decode_rows]), *self._prefill_parts(x[num_decode_rows:])])
+        if is_one_call and (self._decode is None or not num_decode_rows):
+            return self._padded(x, other)
+        others = (None, None) if other is None else (other[:num_decode_rows], other[num_decode_rows:])
+        parts = (self._decode_parts(x[:num_decode_rows], others[0]), self._prefill_parts(x[num_decode_rows:], others[1]))
+        return torch.cat([*parts[0], *parts[1]])
 
-    def _decode_parts(self, x: Tensor) -> Iterator[Tensor]:
-        for part in torch.split(x, DECODE_ROWS) if x.shape[0] else ():
-            yield self._apply(part) if part.shape[0] > 1 else self._apply(part.expand(2, -1).contiguous())[:1]
+    def _decode_parts(self, x: Tensor, other: Tensor | None) -> Iterator[Tensor]:
+        if x.shape[0] and self._decode is not None:
+            yield self._decode(x, other)
+            return
+        for first in range(0, x.shape[0], DECODE_ROWS):
+            rows = slice(first, first + DECODE_ROWS)
+            yield self._padded(x[rows], None if other is None else other[rows])
 
-    def _prefill_parts(self, x: Tensor) -> Iterator[Tensor]:
+    def _prefill_parts(self, x: Tensor, other: Tensor | None) -> Iterator[Tensor]:
         first, num_rows = 0, x.shape[0]
+        if num_rows and not self._prefill_sizes:
+            yield self._padded(x, other)
+            return
         while first < num_rows:
             size = next((size for size in self._prefill_sizes if size <= num_rows - first), self._prefill_sizes[-1])
-            part = x[first : first + size]
-            missing = size - part.shape[0]
-            yield self._apply(F.pad(part, (0, 0, 0, missing)))[:-missing] if missing else self._apply(part)
+            rows = slice(first, first + size)
+            yield self._padded(x[rows], None if other is None else other[rows], size)
             first += size
+
+    def _padded(self, x: Tensor, other: Tensor | None, num_rows: int = 2) -> Tensor:
+        """By a call of at least so many rows."""
+        missing = num_rows - x.shape[0]
+        if missing <= 0:
+            return self._apply(x, other)
+        return self._apply(F.pad(x, (0, 0, 0, missing)), None if other is None else F.pad(other, (0, 0, 0, missing)))[:-missing]
 
 
 class LinearFactory:
     """Packs weights; probes each shape once."""
 
-    def __init__(self) -> None:
+    def __init__(self, operators: Operators | None = None) -> None:
+        self._operators = operators
         self._probed: dict[tuple[torch.Size, torch.dtype], tuple[int, ...]] = {}
+        self._readable: dict[tuple[torch.Size, torch.dtype], bool] = {}
 
-    def make(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def make(self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = Fusion.NONE) -> Linear:
         """`weight` [num_outputs, num_inputs], `bias` [num_outputs]. On CPU only the packed copy is kept: opaque, no slicing, no saving."""
         packed = _pack(weight) if weight.device.type == "cpu" else None
         if packed is None:
-            return Linear(lambda x: F.linear(x, weight, bias), ())
+            return Linear(lambda x, other: _fused(F.linear(x, weight, bias), other, fusion), ())
 
-        def apply(x: Tensor) -> Tensor:
+        def apply(x: Tensor, other: Tensor | None) -> Tensor:
             missing = -x.shape[0] % ROW_STEP if x.shape[0] > DECODE_ROWS else 0
-            return _linear_packed(F.pad(x, (0, 0, 0, missing)), packed, bias)[:-missing] if missing else _linear_packed(x, packed, bias)
+            if not missing:
+                return _linear_packed(x, packed, bias, other, fusion)
+            padded = None if other is None else F.pad(other, (0, 0, 0, missing))
+            return _linear_packed(F.pad(x, (0, 0, 0, missing)), packed, bias, padded, fusion)[:-missing]
 
-        return Linear(apply, self._prefill_sizes(apply, weight, weight.shape[1]) if _counts_matter(weight.dtype) else ())
+        sizes = self._prefill_sizes(lambda x: apply(x, None), weight, weight.shape[1]) if _counts_matter(weight.dtype) else ()
+        return Linear(apply, sizes, self._native(weight, packed, bias, fusion))
+
+    def _native(self, weight: Tensor, packed: Tensor, bias: Tensor | None, fusion: Fusion) -> Apply | None:
+        """The compiled operator for decode's rows, if it can read `packed`."""
+        operators, key = self._operators, (weight.shape, weight.dtype)
+        if operators is None or not operators.takes(weight):
+            return None
+        if key not in self._readable:
+            self._readable[key] = operators.can_read(weight, packed)
+        if not self._readable[key]:
+            return None
+        source = PackedWeight(packed, weight.shape[0], weight.shape[1], bias)
+        return lambda x, other: operators.linear(source, x, other, fusion)
 
     def make_per_head(self, weight: Tensor) -> Linear:
         """A matrix per head, `weight` [num_heads, num_inputs, num_outputs]: maps [num_rows, num_heads * num_inputs] to
@@ -85,13 +135,16 @@ class LinearFactory:
         bits is held to them without it, where it was not measured."""
         num_heads, num_inputs, _ = weight.shape
 
-        def apply(x: Tensor) -> Tensor:
+        def product(x: Tensor) -> Tensor:
             heads_first = x.view(x.shape[0], num_heads, num_inputs).transpose(0, 1)
             return torch.bmm(heads_first, weight).transpose(0, 1).reshape(x.shape[0], -1)
 
+        def apply(x: Tensor, other: Tensor | None) -> Tensor:
+            return _fused(product(x), other, Fusion.NONE)
+
         if weight.device.type != "cpu" or weight.dtype is torch.float32:
             return Linear(apply, ())
-        return Linear(apply, self._prefill_sizes(apply, weight, num_heads * num_inputs))
+        return Linear(apply, self._prefill_sizes(product, weight, num_heads * num_inputs))
 
     def _prefill_sizes(self, apply: Callable[[Tensor], Tensor], weight: Tensor, num_inputs: int) -> tuple[int, ...]:
         key = (weight.shape, weight.dtype)
@@ -113,8 +166,20 @@ def _counts_matter(dtype: torch.dtype) -> bool:
     return dtype is not torch.float32 and torch.cpu._is_amx_tile_supported()
 
 
-def _linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    out: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+def _fused(product: Tensor, other: Tensor | None, fusion: Fusion) -> Tensor:
+    if fusion is Fusion.SILU:
+        return F.silu(product)
+    if other is None:
+        return product
+    return product * other if fusion is Fusion.TIMES else product + other
+
+
+def _linear_packed(x: Tensor, weight: Tensor, bias: Tensor | None, other: Tensor | None = None, fusion: Fusion = Fusion.NONE) -> Tensor:
+    out: Tensor
+    if other is None:
+        out = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "swish" if fusion is Fusion.SILU else "none", [], "")
+    else:
+        out = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, "mul" if fusion is Fusion.TIMES else "add")
     return out
 
 

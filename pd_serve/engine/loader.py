@@ -31,6 +31,7 @@ from pd_serve.engine.kv_cache import open_kv_cache
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.registry import build_model
 from pd_serve.engine.models.settings import BuildSettings
+from pd_serve.engine.native.choice import open_operators
 from pd_serve.engine.parallel import Collective, SingleRank, check_degree
 from pd_serve.engine.parameters import num_parameters
 from pd_serve.engine.runner import ModelRunner, TokenSampler
@@ -65,6 +66,10 @@ class EnginePlan:
     """Rows of the largest decode step that is captured (graphs.py); 0: none is."""
     latent_attention: str = "auto"
     """As in EngineConfig."""
+    cpu_ops: str = "off"
+    """As in EngineConfig."""
+    cache_dir: str = ""
+    """As in ModelConfig."""
 
     @property
     def num_idle_blocks(self) -> int:
@@ -121,6 +126,8 @@ def plan_engine(path: Path, config: Config, group: Collective | None = None) -> 
         has_random_weights=is_random,
         graph_rows=config.engine.max_running if has_graphs else 0,
         latent_attention=config.engine.latent_attention,
+        cpu_ops=config.engine.cpu_ops,
+        cache_dir=config.model.cache_dir,
     )
 
 
@@ -141,9 +148,10 @@ def load_runner(
         weights = RandomWeights(_RANDOM_SEED, dtype, device)
     else:
         weights = CheckpointWeights(Checkpoint.open(plan.path), dtype, device)
+    operators = open_operators(plan.cpu_ops, plan.layout, dtype, device, plan.cache_dir)
     with torch.inference_mode():
         latents = LatentSettings(plan.latent_attention, plan.layout.dtype.has_scales)
-        settings = BuildSettings(plan.layout.block_size, plan.max_len, dtype, device, group, latents)
+        settings = BuildSettings(plan.layout.block_size, plan.max_len, dtype, device, group, latents, operators)
         model, attention = build_model(info, weights, settings)
     sampler = _sampler(info, device) if settings.share.is_first else None
     runner = ModelRunner(model, attention, cache, sampler, device, clock)

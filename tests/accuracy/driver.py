@@ -45,12 +45,19 @@ class _Run:
 
 
 def make_runner(
-    folder: Path, dtype: str, *, block_size: int = 16, num_blocks: int = 256, load_format: str = "auto", device: str = "cpu"
+    folder: Path,
+    dtype: str,
+    *,
+    block_size: int = 16,
+    num_blocks: int = 256,
+    load_format: str = "auto",
+    device: str = "cpu",
+    cpu_ops: str = "off",
 ) -> ModelRunner[Any]:
     config = Config(
         model=ModelConfig.model_validate({"dtype": dtype, "load_format": load_format}),
         kv=KVConfig(block_size=block_size, num_blocks=num_blocks),
-        engine=EngineConfig.model_validate({"device": device}),
+        engine=EngineConfig.model_validate({"device": device, "cpu_ops": cpu_ops}),
     )
     return load_runner(plan_engine(folder, config), None, MonotonicClock())
 

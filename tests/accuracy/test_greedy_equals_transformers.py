@@ -34,9 +34,10 @@ def test_demo_model_answers_as_transformers_does(demo_folder: Path) -> None:
         for question in QUESTIONS
     ]
     expected = _transformers_generate(AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32), prompts, NUM_DEMO_TOKENS)
-    runner = make_runner(demo_folder, "float32")
-    tokens, _ = generate(runner, prompts, NUM_DEMO_TOKENS, Way(chunk=48, batch=8, block_seed=1))
-    assert tokens == expected
+    for cpu_ops in ("off", "auto"):
+        runner = make_runner(demo_folder, "float32", cpu_ops=cpu_ops)
+        tokens, _ = generate(runner, prompts, NUM_DEMO_TOKENS, Way(chunk=48, batch=8, block_seed=1))
+        assert tokens == expected, cpu_ops
 
 
 @pytest.mark.parametrize("name", sorted(TINY_MODELS))

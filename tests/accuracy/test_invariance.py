@@ -20,6 +20,7 @@ from pd_serve.engine.attention.base import QuerySpan
 from pd_serve.engine.attention.gather import Gather
 from pd_serve.engine.batch import BatchEntry, Phase, SampleSpec
 from pd_serve.engine.kv_cache import KVLayer
+from pd_serve.engine.native.build import find_compiler
 from pd_serve.engine.runner import ModelRunner
 from pd_serve.engine.step_inputs import build_step_inputs
 from pd_serve.ids import AttemptId
@@ -27,6 +28,8 @@ from tests.accuracy import driver
 from tests.accuracy.driver import GREEDY, Way, generate, make_runner
 
 NUM_TOKENS = 4
+HAS_COMPILER = find_compiler() is not None
+CPU_OPS = ["off", pytest.param("on", marks=pytest.mark.skipif(not HAS_COMPILER, reason="there is no C++ compiler"))]
 BASE = Way()
 WAYS = {
     "chunks of 64": Way(chunk=64),
@@ -65,8 +68,9 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_logits_do_not_depend_on_the_way(dtype: str, folder: Path, prompts: list[list[int]]) -> None:
-    runner = make_runner(folder, dtype, load_format="random")
+@pytest.mark.parametrize("cpu_ops", CPU_OPS)
+def test_logits_do_not_depend_on_the_way(cpu_ops: str, dtype: str, folder: Path, prompts: list[list[int]]) -> None:
+    runner = make_runner(folder, dtype, load_format="random", cpu_ops=cpu_ops)
     _, expected = generate(runner, prompts, NUM_TOKENS, BASE)
     for name, way in WAYS.items():
         _, logits = generate(runner, prompts, NUM_TOKENS, way)
@@ -75,16 +79,33 @@ def test_logits_do_not_depend_on_the_way(dtype: str, folder: Path, prompts: list
 
 
 @pytest.mark.parametrize("block_size", [1, 48, 256])
-def test_logits_do_not_depend_on_the_block_size(block_size: int, folder: Path, prompts: list[list[int]]) -> None:
-    _, expected = generate(make_runner(folder, "bfloat16", load_format="random"), prompts, NUM_TOKENS, BASE)
-    runner = make_runner(folder, "bfloat16", block_size=block_size, num_blocks=3000 // block_size + 8, load_format="random")
+@pytest.mark.parametrize("cpu_ops", CPU_OPS)
+def test_logits_do_not_depend_on_the_block_size(cpu_ops: str, block_size: int, folder: Path, prompts: list[list[int]]) -> None:
+    _, expected = generate(make_runner(folder, "bfloat16", load_format="random", cpu_ops=cpu_ops), prompts, NUM_TOKENS, BASE)
+    num_blocks = 3000 // block_size + 8
+    runner = make_runner(folder, "bfloat16", block_size=block_size, num_blocks=num_blocks, load_format="random", cpu_ops=cpu_ops)
     _, logits = generate(runner, prompts, NUM_TOKENS, Way(chunk=100, batch=3, block_seed=9))
     assert all(torch.equal(a, b) for a, b in zip(logits, expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_demo_logits_do_not_depend_on_the_way(dtype: str, demo_folder: Path) -> None:
-    runner = make_runner(demo_folder, dtype)
+def test_a_prompts_kv_is_the_same_bits_with_compiled_operators_and_without(dtype: str, folder: Path, prompts: list[list[int]]) -> None:
+    """So that a prefill worker that has them serves a decode worker that has not, and the other way round."""
+    if not HAS_COMPILER:
+        pytest.skip("there is no C++ compiler")
+    pools, logits = [], []
+    for cpu_ops in ("off", "on"):
+        runner = make_runner(folder, dtype, load_format="random", cpu_ops=cpu_ops)
+        logits.append(generate(runner, prompts, 1, Way(chunk=100))[1])
+        pools.append(runner.cache.region.clone())
+    assert torch.equal(pools[0], pools[1])
+    assert all(torch.equal(a, b) for a, b in zip(*logits, strict=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cpu_ops", CPU_OPS)
+def test_demo_logits_do_not_depend_on_the_way(cpu_ops: str, dtype: str, demo_folder: Path) -> None:
+    runner = make_runner(demo_folder, dtype, cpu_ops=cpu_ops)
     rng = random.Random(1)
     prompts = [[rng.randrange(49152) for _ in range(length)] for length in (5, 70)]
     tokens, expected = generate(runner, prompts, NUM_TOKENS, BASE)

@@ -119,6 +119,11 @@ class CpuAttention:
             plan.decode_gather.run(layer)
             return self._attend_group(queries, plan.groups[0], rule).reshape(plan.num_tokens, -1)
         out = torch.empty(plan.num_tokens, self._geometry.num_heads, self._geometry.head_dim, dtype=self._dtype)
+        self.attend_into(out, queries, layer, plan, rule)
+        return out.view(plan.num_tokens, -1)
+
+    def attend_into(self, out: Tensor, queries: Tensor, layer: KVLayer, plan: CpuPlan, rule: LayerRule) -> None:
+        """As attend, to the rows of `out` [num_tokens, num_heads, head_dim] that the plan is for."""
         if plan.decode_gather is not None:
             plan.decode_gather.run(layer)
             for group in plan.groups:
@@ -127,7 +132,6 @@ class CpuAttention:
         for chunk in plan.chunks:
             chunk.gather.run(layer)
             out[chunk.first_row : chunk.past_row] = self._attend_chunk(queries[chunk.first_row : chunk.past_row], chunk, rule)
-        return out.view(plan.num_tokens, -1)
 
     def _attend_group(self, queries: Tensor, group: _DecodeGroup, rule: LayerRule) -> Tensor:
         """[num_sequences, num_heads, head_dim] to [num_sequences, num_kv_heads, group_size, head_dim]."""

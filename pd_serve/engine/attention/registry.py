@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pd_serve.engine.attention.base import ANY_LATENTS, AttentionBackend, AttentionGeometry, LatentSettings
+from pd_serve.engine.native.operators import Operators
 from pd_serve.errors import ConfigError
 
 _log = logging.getLogger(__name__)
@@ -18,8 +19,9 @@ def attention_for(
     dtype: torch.dtype,
     device: torch.device,
     latents: LatentSettings = ANY_LATENTS,
+    operators: Operators | None = None,
 ) -> AttentionBackend[Any]:
-    """The plan type differs per implementation and is opaque to everyone else.
+    """The plan type differs per implementation and is opaque to everyone else. `operators`: compiled ones, for pools of plain elements.
 
     Raises ConfigError where `latents` asks for what is not there.
     """
@@ -31,6 +33,10 @@ def attention_for(
         from pd_serve.engine.attention.varlen import VarlenAttention
 
         return VarlenAttention(geometry, device, varlen_attn, varlen_attn_out)
+    if operators is not None and geometry.num_planes == 2 and not geometry.softcap and not geometry.has_sinks:
+        from pd_serve.engine.attention.native import NativeAttention
+
+        return NativeAttention(geometry, operators)
     from pd_serve.engine.attention.cpu import CpuAttention
 
     return CpuAttention(geometry, dtype)

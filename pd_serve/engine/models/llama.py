@@ -1,7 +1,7 @@
 """The decoder that Llama, Mistral, Mixtral, Qwen2 and Qwen3 share: grouped-query attention with rotary positions, a gated MLP or experts.
 
-Computes all tokens of a step at once, whatever sequences they belong to; only attention knows sequences. q, k and v are one matrix, so are
-gate and up; q and k are rotated together, in place. Owned by the engine thread, called by the runner.
+Computes all tokens of a step at once, whatever sequences they belong to; only attention knows sequences. q, k and v are one matrix;
+q and k are rotated together, in place. Owned by the engine thread, called by the runner.
 
 Of several ranks each computes its heads and its slice of the MLP for all tokens; outputs are summed after attention and after the MLP.
 
@@ -22,10 +22,12 @@ from pd_serve.engine.attention.base import FULL, AttentionBackend, LayerRule, Pl
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.linear import Linear, LinearFactory
 from pd_serve.engine.model_info import ModelInfo
+from pd_serve.engine.models.glue import glue_for
 from pd_serve.engine.models.mlp import FeedForward
 from pd_serve.engine.models.moe import load_feed_forward
 from pd_serve.engine.models.norm import RMSNorm
-from pd_serve.engine.models.rotary import RotaryTable, rotate_
+from pd_serve.engine.models.rotary import RotaryTable
+from pd_serve.engine.native.operators import Operators
 from pd_serve.engine.parallel import Collective
 from pd_serve.engine.parallel_shares import Share, scaled
 from pd_serve.engine.step_inputs import StepInputs
@@ -47,9 +49,15 @@ class _Layer:
 
 class LlamaModel(Generic[PlanT]):
     def __init__(
-        self, info: ModelInfo, weights: WeightSource, rotary: RotaryTable, attention: AttentionBackend[PlanT], group: Collective
+        self,
+        info: ModelInfo,
+        weights: WeightSource,
+        rotary: RotaryTable,
+        attention: AttentionBackend[PlanT],
+        operators: Operators | None,
+        group: Collective,
     ) -> None:
-        """`info` is of the whole model, `attention` of the rank's heads.
+        """`info` is of the whole model, `attention` of the rank's heads, `operators` compiled ones for its decode rows.
 
         Raises ModelError where a tensor is missing or has another shape than `info` says.
         """
@@ -60,40 +68,44 @@ class LlamaModel(Generic[PlanT]):
         self._num_kv_heads = len(share.of_kv_heads(info.num_kv_heads))
         self._rotary = rotary
         self._attention = attention
+        self._glue = glue_for(operators)
         self._rules = tuple(LayerRule(window) for window in info.layer_windows or (FULL,) * info.num_layers)
         self._embedding = weights.get("model.embed_tokens.weight", (info.vocab_size, info.hidden_size))
-        linears = LinearFactory()
+        linears = LinearFactory(operators)
         self._layers = tuple(_LayerLoader(info, weights, linears, share, index).load() for index in range(info.num_layers))
         self._norm = RMSNorm(weights.get("model.norm.weight", (info.hidden_size,)), info.norm_eps)
         self._head = linears.make(self._head_weight(weights)) if share.is_first else None
 
     def forward(self, inputs: StepInputs, cache: PagedCache, plan: PlanT, on_layer: LayerHook | None) -> Tensor:
         """Write the step's keys and values into `cache`; return logits of the sampled rows, [num_sampled, vocab_size], in row order."""
-        info = self._info
+        info, glue = self._info, self._glue
         num_rows = inputs.token_ids.shape[0]
         num_decode = inputs.num_decode_rows
         num_heads, all_reduce = self._num_heads, self._group.all_reduce
         num_rotated = num_heads + self._num_kv_heads
-        cosine, signed_sine = self._rotary.at(inputs.positions)
+        # What every rank has a part of is summed before it is added.
+        is_alone = self._group.num_ranks == 1
         hidden = F.embedding(inputs.token_ids, self._embedding)
-        rows = cache.rows(inputs.slots)
+        place = glue.placement(inputs, self._rotary, cache, num_heads)
         for index, layer in enumerate(self._layers):
-            heads = layer.qkv(layer.input_norm(hidden), num_decode).view(num_rows, -1, info.head_dim)
-            rotated = heads[:, :num_rotated]
+            heads = layer.qkv(glue.norm(hidden, layer.input_norm), num_decode).view(num_rows, -1, info.head_dim)
             if layer.query_key_norm is not None:
-                rotated.copy_(layer.query_key_norm(rotated))
-            rotate_(rotated, cosine, signed_sine)
-            cache.write(index, rows, heads[:, num_heads:])
+                glue.norm_heads_(heads[:, :num_rotated], layer.query_key_norm)
+            place(index, heads)
             if on_layer is not None:
                 on_layer(index)
             attended = self._attention.attend(heads[: inputs.num_tokens, :num_heads], cache.layer(index), plan, self._rules[index])
             if num_rows != inputs.num_tokens:
                 attended = torch.cat((attended, attended))
-            hidden = hidden + all_reduce(layer.output(attended, num_decode))
-            hidden = hidden + all_reduce(layer.mlp(layer.mlp_norm(hidden), num_decode))
+            if is_alone:
+                hidden = layer.output(attended, num_decode, hidden)
+                hidden = layer.mlp(glue.norm(hidden, layer.mlp_norm), num_decode, hidden)
+            else:
+                hidden = hidden + all_reduce(layer.output(attended, num_decode))
+                hidden = hidden + all_reduce(layer.mlp(glue.norm(hidden, layer.mlp_norm), num_decode))
         if not inputs.sampled_entries:
             return self._embedding.new_empty(0, info.vocab_size)
-        sampled = self._norm(hidden.index_select(0, inputs.sampled_rows))
+        sampled = glue.norm(hidden.index_select(0, inputs.sampled_rows), self._norm)
         assert self._head is not None, "only the first rank has a head"
         return self._head(sampled, sampled.shape[0])
 

@@ -73,7 +73,7 @@ class SparseMLP:
         self._experts = tuple(experts)
         self._shared = shared
 
-    def __call__(self, x: Tensor, num_decode_rows: int) -> Tensor:
+    def __call__(self, x: Tensor, num_decode_rows: int, residual: Tensor | None = None) -> Tensor:
         weights, chosen = self._router(x, num_decode_rows)
         num_chosen, num_experts = chosen.shape[1], len(self._experts)
         # Choices by expert, each expert's in the order of rows: decode's stay in front.
@@ -90,7 +90,9 @@ class SparseMLP:
                 total.index_add_(0, rows[own], expert(inputs[own], decode_count).float() * sorted_weights[own])
                 first += count
         out = total.to(x.dtype)
-        return out if self._shared is None else out + self._shared(x, num_decode_rows)
+        if self._shared is not None:
+            out = out + self._shared(x, num_decode_rows)
+        return out if residual is None else residual + out
 
 
 def load_feed_forward(info: ModelInfo, weights: WeightSource, linears: LinearFactory, share: Share, layer: int) -> FeedForward:

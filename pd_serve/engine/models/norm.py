@@ -24,13 +24,14 @@ class RMSNorm:
         weights less one)."""
         size = weight.shape[-1]
         self._dtype = weight.dtype
-        self._scaled_weight = (weight.float() + offset) * math.sqrt(size)
-        self._floor = torch.tensor(size * eps, dtype=torch.float32, device=weight.device)
+        self.scaled_weight = (weight.float() + offset) * math.sqrt(size)
+        self.floor = size * eps
 
     def __call__(self, x: Tensor) -> Tensor:
         """[num_tokens, ..., size] in any float type; a new tensor of the weight's dtype."""
         wide = x.float()
         norm = torch.linalg.vector_norm(wide, 2, -1, True)
-        length = torch.addcmul(self._floor, norm, norm).sqrt_()
+        # In double: float32's square root is another one for many rows than for few, and rounds otherwise.
+        length = norm.double().square_().add_(self.floor).sqrt_().float()
         unit = wide / length if wide is x else wide.div_(length)
-        return unit.mul_(self._scaled_weight).to(self._dtype)
+        return unit.mul_(self.scaled_weight).to(self._dtype)

@@ -51,9 +51,9 @@ def build_model(info: ModelInfo, weights: WeightSource, settings: BuildSettings)
         from pd_serve.engine.models.phi3 import SplitWeights
 
         weights = SplitWeights(info, weights)
-    attention = attention_for(geometry_of(info, settings), settings.dtype, settings.device)
+    attention = attention_for(geometry_of(info, settings), settings.dtype, settings.device, operators=settings.operators)
     rotary = RotaryTable(info.rope, info.head_dim, settings.max_len, settings.dtype, settings.device)
-    return LlamaModel(info, weights, rotary, attention, settings.group), attention
+    return LlamaModel(info, weights, rotary, attention, settings.operators, settings.group), attention
 
 
 def geometry_of(info: ModelInfo, settings: BuildSettings) -> AttentionGeometry:
@@ -82,7 +82,8 @@ def _build_deepseek(
 def _build_gemma3(info: Gemma3Info, weights: WeightSource, settings: BuildSettings) -> tuple[DecoderModel[Any], AttentionBackend[Any]]:
     from pd_serve.engine.models.gemma3 import Gemma3Model
 
-    attention = attention_for(replace(geometry_of(info, settings), query_scale=info.query_scale), settings.dtype, settings.device)
+    geometry = replace(geometry_of(info, settings), query_scale=info.query_scale)
+    attention = attention_for(geometry, settings.dtype, settings.device, operators=settings.operators)
     rotaries = (
         RotaryTable(info.rope, info.head_dim, settings.max_len, settings.dtype, settings.device),
         RotaryTable(info.local_rope, info.head_dim, settings.max_len, settings.dtype, settings.device),

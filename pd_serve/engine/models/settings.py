@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pd_serve.engine.attention.base import ANY_LATENTS, LatentSettings
+from pd_serve.engine.native.operators import Operators
 from pd_serve.engine.parallel import Collective
 from pd_serve.engine.parallel_shares import Share
 
@@ -21,6 +22,8 @@ class BuildSettings:
     group: Collective
     """The ranks among which the model is shared out."""
     latents: LatentSettings = ANY_LATENTS
+    operators: Operators | None = None
+    """Compiled ones, for this head size and type; None: torch's."""
 
     @property
     def share(self) -> Share:

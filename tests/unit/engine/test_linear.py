@@ -7,6 +7,8 @@ from torch import Tensor
 
 from pd_serve.engine import linear
 from pd_serve.engine.linear import Linear, LinearFactory, agreeing_sizes
+from pd_serve.engine.native.operators import Fusion
+from tests.unit.engine.native.compiled import operators
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -16,6 +18,44 @@ def test_equals_torchs_linear(num_rows: int, num_decode: int, dtype: torch.dtype
     weight, bias, x = torch.randn(48, 32).to(dtype), torch.randn(48).to(dtype), torch.randn(num_rows, 32).to(dtype)
     out = LinearFactory().make(weight, bias)(x, num_decode)
     torch.testing.assert_close(out, F.linear(x, weight, bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fusion", list(Fusion))
+@pytest.mark.parametrize("is_packed", [True, False])
+@pytest.mark.parametrize("with_operators", [True, False])
+def test_what_is_fused_is_what_would_be_done_next(
+    fusion: Fusion, dtype: torch.dtype, is_packed: bool, with_operators: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_packed:
+        monkeypatch.setattr(linear, "_pack", lambda _weight: None)
+    torch.manual_seed(0)
+    weight, bias, other = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype), torch.randn(150, 96).to(dtype)
+    x = torch.randn(150, 64).to(dtype)
+    made = Fusion.NONE if fusion is Fusion.PLUS else fusion
+    layer = LinearFactory(operators(32, dtype) if with_operators else None).make(weight, bias, made)
+    fused = other if fusion in (Fusion.TIMES, Fusion.PLUS) else None
+    product = x.double() @ weight.double().T + bias.double()
+    expected = {Fusion.NONE: product, Fusion.SILU: F.silu(product), Fusion.TIMES: product * other, Fusion.PLUS: product + other}[fusion]
+    tolerance = 2e-2 if dtype is torch.bfloat16 else 1e-4
+    out = layer(x, 70, fused)
+    torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+    for first, past in ((0, 1), (3, 12), (0, 70), (69, 71), (70, 150), (100, 101)):
+        num_decode = max(0, min(70, past) - first)
+        part = layer(x[first:past], num_decode, None if fused is None else fused[first:past])
+        if is_packed:
+            assert torch.equal(part, out[first:past]), (first, past)
+
+
+def test_weights_in_an_order_that_is_not_known_are_left_to_torch() -> None:
+    own = operators(32, torch.bfloat16)
+    weight = torch.randn(64, 64).bfloat16()
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, 16)
+    assert own.takes(weight)
+    assert own.can_read(weight, packed)
+    assert not own.can_read(weight.flip(0), packed)
+    assert not own.takes(weight[:40])
+    assert not own.takes(weight.float())
 
 
 def test_falls_back_where_the_private_operator_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +81,7 @@ def test_the_probe_finds_the_counts_that_agree() -> None:
 def test_a_rows_kernel_depends_on_its_phase_alone(num_decode: int, num_prefill: int) -> None:
     if num_decode + num_prefill == 0:
         return
-    layer = Linear(_moody, agreeing_sizes(_moody, 8, torch.float32))
+    layer = Linear(lambda x, _other: _moody(x), agreeing_sizes(_moody, 8, torch.float32))
     out = layer(torch.ones(num_decode + num_prefill, 8), num_decode)
     assert out[:num_decode].eq(2).all()
     assert out[num_decode:].eq(3).all()
@@ -49,14 +89,14 @@ def test_a_rows_kernel_depends_on_its_phase_alone(num_decode: int, num_prefill: 
 
 
 def test_one_row_is_never_alone() -> None:
-    assert Linear(_moody, ())(torch.ones(1, 8), 1).eq(2).all()
+    assert Linear(lambda x, _other: _moody(x), ())(torch.ones(1, 8), 1).eq(2).all()
 
 
 def test_few_counts_of_rows_reach_the_kernels_that_are_kept_per_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is half a megabyte of compiled code per weight: over all counts a rank grew by gigabytes."""
     seen: set[int] = set()
 
-    def counted(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def counted(x: Tensor, weight: Tensor, *_: object) -> Tensor:
         seen.add(x.shape[0])
         return x @ weight.T
 

@@ -10,6 +10,7 @@ from pd_serve.engine.experts_info import ExpertsInfo, Scoring
 from pd_serve.engine.linear import LinearFactory
 from pd_serve.engine.models.mlp import GatedMLP
 from pd_serve.engine.models.moe import Router, SparseMLP
+from pd_serve.engine.native.operators import Fusion
 
 HIDDEN, NUM_EXPERTS = 32, 8
 PLAIN = ExpertsInfo(sparse_layers=(0,), num_experts=NUM_EXPERTS, num_chosen=3, intermediate_size=48)
@@ -62,7 +63,8 @@ def mixture() -> SparseMLP:
     linears = LinearFactory()
 
     def expert() -> GatedMLP:
-        return GatedMLP(linears.make(torch.randn(96, HIDDEN)), linears.make(torch.randn(HIDDEN, 48)))
+        gate, up = (linears.make(torch.randn(48, HIDDEN), None, fusion) for fusion in (Fusion.SILU, Fusion.TIMES))
+        return GatedMLP(gate, up, linears.make(torch.randn(HIDDEN, 48)))
 
     router = Router(BIASED, linears.make(torch.randn(NUM_EXPERTS, HIDDEN)), torch.randn(NUM_EXPERTS))
     return SparseMLP(router, [expert() for _ in range(NUM_EXPERTS)], expert())
