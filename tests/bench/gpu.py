@@ -36,13 +36,13 @@ class Part:
 
 
 PARTS: Mapping[str, Part] = {
-    "limits": Part("tests.bench.gpu_engine:measure_limits", 40),
-    "decode": Part("tests.bench.gpu_engine:measure_decode", 90),
-    "prefill": Part("tests.bench.gpu_engine:measure_prefill", 60),
-    "sampler": Part("tests.bench.gpu_engine:measure_sampler", 60),
-    "transfer": Part("tests.bench.gpu_transfer:measure_transfer", 50),
+    "limits": Part("tests.bench.gpu_engine:measure_limits", 25),
+    "decode": Part("tests.bench.gpu_engine:measure_decode", 70),
+    "prefill": Part("tests.bench.gpu_engine:measure_prefill", 45),
+    "sampler": Part("tests.bench.gpu_engine:measure_sampler", 40),
+    "transfer": Part("tests.bench.gpu_transfer:measure_transfer", 40),
     "handover": Part("tests.bench.gpu_serving:measure_handover", 80),
-    "interference": Part("tests.bench.gpu_serving:measure_interference", 90),
+    "interference": Part("tests.bench.gpu_serving:measure_interference", 170),
 }
 
 
