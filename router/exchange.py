@@ -151,7 +151,7 @@ class ExchangeResponse(Response):
         if line is None or events is None or not line.is_clear:
             return False
         for choice in self._choices:
-            if choice.generation.finish is not None or choice.generation.error is not None:
+            if not choice.is_over and (choice.generation.finish is not None or choice.generation.error is not None):
                 return False
         out: list[bytes] = []
         is_over = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from pathlib import Path
 
 import httpx
@@ -11,7 +13,7 @@ from pd_serve.protocol.link import Open, Prefill, Role
 from pd_serve.protocol.openai_responses import ChatChunk, ChatCompletion, Completion, CompletionChunk
 from tests.fakes import byte_ids
 from tests.fakes_worker import Board, MockWorker, Script, mock_worker
-from tests.unit.router.cluster import cluster, events_of
+from tests.unit.router.cluster import cluster, completion_body, events_of
 
 ANSWER = "hello world, this is a long answer"
 
@@ -226,3 +228,22 @@ async def test_openai_client_works(tmp_path: Path) -> None:
         with pytest.raises(openai.BadRequestError) as refused:
             await client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "hi"}], max_tokens=10**6)
         assert refused.value.code == "context_length_exceeded"
+
+
+async def test_requests_sent_before_an_answer_was_read_are_answered_in_turn(tmp_path: Path) -> None:
+    """A stream, a refusal and a whole answer on one connection, all asked for at once."""
+    bodies = [completion_body(stream=True), completion_body(max_tokens=10**6), completion_body(max_tokens=3)]
+    requests = b""
+    for last, fields in enumerate(bodies, 1 - len(bodies)):
+        body = json.dumps(fields).encode()
+        end = "connection: close\r\n" if last == 0 else ""
+        requests += f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{end}content-length: {len(body)}\r\n\r\n".encode() + body
+    async with cluster(tmp_path, mock_worker(role=Role.BOTH)) as c:
+        host, port = c.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(requests)
+        answers = (await reader.read()).split(b"HTTP/1.1 ")[1:]
+        writer.close()
+    assert [answer[:3] for answer in answers] == [b"200", b"400", b"200"]
+    assert answers[0].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+    assert Completion.model_validate_json(answers[2].partition(b"\r\n\r\n")[2]).usage.completion_tokens == 3
