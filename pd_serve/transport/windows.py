@@ -71,6 +71,9 @@ def check_bounds(ops: NDArray[np.int64], local_nbytes: int, remote_nbytes: int) 
     if int(ops.min()) < 0:
         raise OutOfBoundsError("negative offset or length")
     lengths = ops[:, 2]
+    top_local, top_remote, longest = ops.max(axis=0).tolist()
+    if top_local + longest <= local_nbytes and top_remote + longest <= remote_nbytes:
+        return int(lengths.sum())  # the rule, and nothing in it can overflow: these are Python's integers
     # `offset > size - length` instead of `offset + length > size`: no overflow with huge values.
     for column, size, side in ((0, local_nbytes, "local"), (1, remote_nbytes, "remote")):
         outside = (lengths > size) | (ops[:, column] > size - np.minimum(lengths, size))

@@ -16,10 +16,12 @@ from pd_serve.transport.ucx.checked import NUM_SLOTS, CheckedWriter, Source
 from pd_serve.transport.ucx.departures import Departures
 from pd_serve.transport.ucx.handshake import Handshake, major_minor
 from pd_serve.transport.ucx.lanes import choose_lane
-from pd_serve.transport.ucx.messages import NONCE_NBYTES, WIRE_VERSION, Answer, FlushRequest, Hello, Ping, Refusal
+from pd_serve.transport.ucx.mapped import MappedMemory
+from pd_serve.transport.ucx.messages import NONCE_NBYTES, WIRE_VERSION, Answer, FlushRequest, Hello, MemoryOffer, Ping, Refusal
 from pd_serve.transport.ucx.metadata import MetadataCodec, UcxMetadata
 from pd_serve.transport.ucx.one_sided import OneSidedWriter, Side
 from pd_serve.transport.ucx.peer import Node, Peer, Phase
+from pd_serve.transport.ucx.seam import Endpoint, Memory
 from pd_serve.transport.ucx.writer import MAX_PIECE_NBYTES, Completion, Writer
 
 HELLO_RETRY_S = 0.2
@@ -290,12 +292,22 @@ class Joining:
             staging = copier.open_staging(NUM_SLOTS, MAX_PIECE_NBYTES)
             source = Source(node.pool.region.address, node.pool.scratch_address, copier.can_gather, staging)
             return CheckedWriter(endpoint, token, peer.num_endpoints, source, send)
-        scratch_address, scratch_memory = node.pool.scratch_on(peer.port.lane)
-        pool = Side(
-            node.pool.region.address, node.pool.memory_on(peer.port.lane), answer.pool.address, data_endpoint.unpack_key(answer.pool.key)
+        lane, region = peer.port.lane, node.pool.region
+        scratch_address, scratch_memory = node.pool.scratch_on(lane)
+        sides = (
+            (answer.pool, region.address, region.nbytes, node.pool.memory_on(lane)),
+            (answer.scratch, scratch_address, node.pool.scratch_nbytes, scratch_memory),
         )
-        scratch = Side(scratch_address, scratch_memory, answer.scratch.address, data_endpoint.unpack_key(answer.scratch.key))
+        pool, scratch = (self._side(data_endpoint, *side) for side in sides)
         return OneSidedWriter(data_endpoint, pool, scratch, lambda: node.fences.is_alive(peer.id))
+
+    def _side(self, endpoint: Endpoint, offer: MemoryOffer, address: int, nbytes: int, memory: Memory | None) -> Side:
+        key = endpoint.unpack_key(offer.key)
+        mapped: MappedMemory | None = None
+        if self._node.pool.device == "cpu":
+            seen_at = key.address_here(offer.address, offer.nbytes)
+            mapped = MappedMemory(address, nbytes, seen_at, offer.nbytes) if seen_at is not None else None
+        return Side(address, memory, offer.address, key, mapped)
 
     @staticmethod
     def _answer(peer: Peer) -> Answer:

@@ -1,9 +1,7 @@
 """The binding to libucp through ctypes: the PyPI libucx wheel, or the system's UCX (RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true).
 
-Interpreter lock: every call releases it, except puts of at most SMALL_PUT_NBYTES, which hold it: on shared memory such a put is a copy of
-a few microseconds made inside the call. Beside a thread that computes in Python, 200 puts of 6 KiB took 0.2 ms at the median either way,
-but one batch in ten waited 10 ms (two switch intervals) for the lock when each put gave it away. Data of queued lanes moves inside
-`progress`, which releases the lock; message handlers take it back.
+Interpreter lock: every call releases it, except puts of at most LOCKED_NBYTES (writer.py): on shared memory such a put is a copy of a few
+microseconds made inside the call. Data of queued lanes moves inside `progress`, which releases the lock; message handlers take it back.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from importlib import import_module
 from pd_serve.errors import TransportError, TransportUnavailableError
 from pd_serve.transport.ucx import libucp_abi as abi
 from pd_serve.transport.ucx import seam
+from pd_serve.transport.ucx.writer import LOCKED_NBYTES
 
-SMALL_PUT_NBYTES = 64 * 1024
 MIN_VERSION = (1, 18)
 
 
@@ -249,6 +247,13 @@ class LibucpKey:
         self._ucp = ucp
         self.handle = handle
 
+    def address_here(self, address: int, nbytes: int) -> int | None:
+        first, last = c_void_p(), c_void_p()
+        for pointer, wanted in ((first, address), (last, address + nbytes - 1)):
+            if self._ucp.ucp_rkey_ptr(self.handle, wanted, byref(pointer)) != abi.STATUS_OK:
+                return None
+        return first.value
+
     def close(self) -> None:
         if self.handle:
             self._ucp.ucp_rkey_destroy(self.handle)
@@ -298,7 +303,7 @@ class LibucpEndpoint:
         param = C.addressof(self._plain_param if memory is None else memory.put_param)
         num_queued = 0
         for source, target, nbytes in zip(local, remote, sizes, strict=True):
-            put = put_locked if nbytes <= SMALL_PUT_NBYTES else put_unlocked
+            put = put_locked if nbytes <= LOCKED_NBYTES else put_unlocked
             request = put(endpoint, source, nbytes, target, rkey, param)
             if request is None:
                 continue

@@ -143,6 +143,7 @@ _SIGNATURES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("ucp_ep_create", c_int8, (c_void_p, c_void_p, c_void_p)),
     ("ucp_ep_close_nbx", c_void_p, (c_void_p, c_void_p)),
     ("ucp_ep_rkey_unpack", c_int8, (c_void_p, c_void_p, c_void_p)),
+    ("ucp_rkey_ptr", c_int8, (c_void_p, c_uint64, c_void_p)),
     ("ucp_rkey_destroy", None, (c_void_p,)),
     ("ucp_put_nbx", c_void_p, (c_void_p, c_void_p, c_size_t, c_uint64, c_void_p, c_void_p)),
     ("ucp_ep_flush_nbx", c_void_p, (c_void_p, c_void_p)),

@@ -4,16 +4,18 @@ Delivered means: the flush returned OK, the endpoint has not failed, and the pee
 moment. UCX completes queued puts and the flush with OK when the target has closed its side by force, and a put into the shared memory of
 a dead process succeeds too.
 
-On shared memory a put is a copy made inside the call; `pump` therefore issues at most MAX_PUMP_NBYTES at a time, so that one long batch
-does not keep other peers waiting. On RDMA puts are queued by UCX; at most MAX_UNFLUSHED_PUTS are out before a flush has to catch up.
+On shared memory a put is a copy made inside the call, and where the library tells where it has mapped the peer's memory the copy is made
+here (mapped.py); `pump` therefore issues at most MAX_PUMP_NBYTES at a time, so that one long batch does not keep other peers waiting. On
+RDMA puts are queued by UCX; at most MAX_UNFLUSHED_PUTS are out before a flush has to catch up.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pd_serve.ids import Epoch
+from pd_serve.transport.ucx.mapped import MappedMemory
 from pd_serve.transport.ucx.messages import PROBE_LEASE
 from pd_serve.transport.ucx.seam import IN_PROGRESS, OK, Endpoint, Memory, RemoteKey, Request
 from pd_serve.transport.ucx.writer import Completion, Pieces, cut
@@ -25,13 +27,17 @@ MAX_UNFLUSHED_PUTS = 8192
 class Side:
     """One memory as a source here and one as a target there."""
 
-    __slots__ = ("key", "local_base", "memory", "remote_base")
+    __slots__ = ("key", "local_base", "mapped", "memory", "remote_base")
 
-    def __init__(self, local_base: int, memory: Memory | None, remote_base: int, key: RemoteKey) -> None:
+    def __init__(
+        self, local_base: int, memory: Memory | None, remote_base: int, key: RemoteKey, mapped: MappedMemory | None = None
+    ) -> None:
         self.local_base = local_base
         self.memory = memory
         self.remote_base = remote_base
         self.key = key
+        self.mapped = mapped
+        """Both memories as this process sees them, where it does."""
 
 
 class OneSidedWriter:
@@ -45,6 +51,8 @@ class OneSidedWriter:
         self._num_unflushed = 0
         self._num_issued = 0
         self._completions: list[Completion] = []
+        self._unpopulated = pool.mapped
+        """What has pages left to be populated, while nothing else is to be done."""
         self.num_bytes = 0
         self.num_writes = 0
 
@@ -73,7 +81,12 @@ class OneSidedWriter:
                 self._queue.popleft()
                 budget -= self._issue(*head, budget)
             moved = True
-        return self._collect() or moved
+        moved |= self._collect()
+        if not moved and self._unpopulated is not None:
+            self._unpopulated.populate()
+            self._unpopulated = None if self._unpopulated.is_populated else self._unpopulated
+            moved = True
+        return moved
 
     def take_completions(self) -> list[Completion]:
         completions, self._completions = self._completions, []
@@ -81,7 +94,7 @@ class OneSidedWriter:
 
     @property
     def is_pending(self) -> bool:
-        return bool(self._queue or self._flushes)
+        return bool(self._queue or self._flushes or self._unpopulated)
 
     def abort(self, detail: str) -> None:
         pending = [token for token, _, _ in self._flushes if token is not None] + [item for item in self._queue if isinstance(item, int)]
@@ -89,34 +102,40 @@ class OneSidedWriter:
         for _, request, _ in self._flushes:
             request.release()
         self._flushes.clear()
+        self._unpopulated = None
         self._completions += [Completion(token, False, detail) for token in pending]
 
     def close(self) -> None:
         self.abort("closed")
+        self._pool.mapped = self._scratch.mapped = None
         self._pool.key.close()
         self._scratch.key.close()
 
     def _issue(self, side: Side, pieces: Pieces, budget: int) -> int:
         """Issue a prefix of the pieces; the rest goes back to the front of the queue. Returns the bytes issued."""
-        count, nbytes = 0, 0
-        for size in pieces.sizes:
-            if nbytes >= budget or count >= MAX_UNFLUSHED_PUTS:
-                break
-            nbytes += size
-            count += 1
-        sizes = pieces.sizes[:count]
-        local = [side.local_base + offset for offset in pieces.local[:count]]
-        remote = [side.remote_base + offset for offset in pieces.remote[:count]]
-        num_queued = self._endpoint.put(local, remote, sizes, side.key, side.memory)
-        self._num_unflushed += num_queued
-        self._num_issued += num_queued
+        count, nbytes = len(pieces.sizes), sum(pieces.sizes)
+        rest: Pieces | None = None
+        if nbytes > budget or count > MAX_UNFLUSHED_PUTS:
+            count, nbytes = _prefix(pieces.sizes, budget)
+            rest = Pieces(pieces.lease_id, pieces.epoch, pieces.local[count:], pieces.remote[count:], pieces.sizes[count:])
+            pieces = Pieces(pieces.lease_id, pieces.epoch, pieces.local[:count], pieces.remote[:count], pieces.sizes[:count])
+        if side.mapped is None:
+            self._put(side, pieces)
+        elif self._endpoint.failure is None:
+            side.mapped.write(pieces.local, pieces.remote, pieces.sizes)
         if side is self._pool:
             self.num_bytes += nbytes
             self.num_writes += count
-        if count < len(pieces.sizes):
-            rest = Pieces(pieces.lease_id, pieces.epoch, pieces.local[count:], pieces.remote[count:], pieces.sizes[count:])
+        if rest is not None and rest.sizes:
             self._queue.appendleft((side, rest))
         return nbytes
+
+    def _put(self, side: Side, pieces: Pieces) -> None:
+        local = [side.local_base + offset for offset in pieces.local]
+        remote = [side.remote_base + offset for offset in pieces.remote]
+        num_queued = self._endpoint.put(local, remote, pieces.sizes, side.key, side.memory)
+        self._num_unflushed += num_queued
+        self._num_issued += num_queued
 
     def _start_flush(self, token: int | None) -> None:
         self._flushes.append((token, self._endpoint.flush(), self._num_issued))
@@ -141,3 +160,14 @@ class OneSidedWriter:
             else:
                 self._completions.append(Completion(token, True, ""))
         return moved
+
+
+def _prefix(sizes: Sequence[int], budget: int) -> tuple[int, int]:
+    """(pieces, bytes) of the shortest prefix that uses the budget up, of at most MAX_UNFLUSHED_PUTS pieces."""
+    count, nbytes = 0, 0
+    for size in sizes:
+        if nbytes >= budget or count >= MAX_UNFLUSHED_PUTS:
+            break
+        nbytes += size
+        count += 1
+    return count, nbytes

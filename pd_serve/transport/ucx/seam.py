@@ -40,6 +40,10 @@ class Request(Protocol):
 
 
 class RemoteKey(Protocol):
+    def address_here(self, address: int, nbytes: int) -> int | None:
+        """Where this process sees the peer's memory of `nbytes` from `address`, if the library has mapped all of it; until `close`."""
+        ...
+
     def close(self) -> None: ...
 
 

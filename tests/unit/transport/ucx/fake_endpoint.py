@@ -21,6 +21,9 @@ class FakeRequest:
 
 
 class FakeKey:
+    def address_here(self, address: int, nbytes: int) -> int | None:
+        return None
+
     def close(self) -> None:
         pass
 
