@@ -22,8 +22,9 @@ from pd_serve.transport.ucx.pinned import Staging
 from pd_serve.transport.ucx.seam import IN_PROGRESS, Channel, Endpoint, Request
 from pd_serve.transport.ucx.writer import MAX_PIECE_NBYTES, Completion, Pieces, cut
 
-PACK_NBYTES = 64 * 1024
-"""Pieces are gathered into one message up to this size; a piece at least half as large travels alone, uncopied."""
+PACK_NBYTES = 256 * 1024
+"""Pieces are gathered into one message up to this size; a piece at least half as large travels alone, uncopied. No message is longer than
+MAX_PIECE_NBYTES and its header: see TCP_RX_SEG_SIZE in lanes.py."""
 MAX_INFLIGHT_NBYTES = 2 * 1024 * 1024
 NUM_SLOTS = MAX_INFLIGHT_NBYTES // MAX_PIECE_NBYTES
 """Of staging, one per message, where the pool is in memory that this process's CPU cannot read."""
@@ -37,7 +38,7 @@ class Source(NamedTuple):
     can_gather: bool
     """It can be read by this process's CPU."""
     staging: Staging | None = None
-    """What the pool's bytes pass through where it cannot; the writer's own, which it closes. None: they are sent from where they lie."""
+    """What the pool's bytes pass through where it cannot; the writer's own. None: they are sent from where they lie."""
 
 
 class CheckedWriter:
@@ -59,6 +60,8 @@ class CheckedWriter:
         self._inflight: deque[tuple[Request, int, object]] = deque()
         """Third: what has to live until then; an int is a slot of staging."""
         self._inflight_nbytes = 0
+        self._spare: list[ctypes.Array[ctypes.c_char]] = []
+        """Memory that pieces are gathered in, to be used again: fresh memory costs more than the copy into it."""
         self._num_messages = 0
         self._seq = 0
         self._awaited: dict[int, int] = {}
@@ -128,7 +131,9 @@ class CheckedWriter:
         return moved
 
     def _give_back(self, kept: object) -> None:
-        if isinstance(kept, int) and self._source.staging is not None:
+        if isinstance(kept, ctypes.Array):
+            self._spare.append(kept)
+        elif isinstance(kept, int) and self._source.staging is not None:
             self._source.staging.give_back(kept)
 
     def _send_some(self, pieces: Pieces) -> bool:
@@ -156,7 +161,7 @@ class CheckedWriter:
         elif end - first == 1:
             address = base + pieces.local[first]
         else:
-            staging = buffer = ctypes.create_string_buffer(nbytes)
+            staging = buffer = self._spare.pop() if self._spare else ctypes.create_string_buffer(PACK_NBYTES)
             address = position = ctypes.addressof(buffer)
             for offset, size in zip(pieces.local[first:end], pieces.sizes[first:end], strict=True):
                 ctypes.memmove(position, base + offset, size)

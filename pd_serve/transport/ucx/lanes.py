@@ -75,6 +75,9 @@ def lane_options(lane: Lane, host: str, device: str) -> Mapping[str, str]:
         # UCX's tcp transport itself carries out put requests, below all features; without this its address invites them.
         options["TCP_PUT_ENABLE"] = "n"
         options["TCP_CONN_NB"] = "y"  # connect() to an address that does not answer must not block the owner thread
+        # A data message arrives in one segment: in several, UCX first collects it in fresh memory, which doubles the cost there.
+        options["TCP_RX_SEG_SIZE"] = "288kb"
+        options["ZCOPY_THRESH"] = "8kb"
         interface = interface_of(host)
         if interface is not None:
             options["NET_DEVICES"] = interface
