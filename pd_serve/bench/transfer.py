@@ -1,7 +1,7 @@
 """`pd-serve bench transfer`: how fast bytes get from one process's pool into another's, beside memcpy and UCX's own measuring tool.
 
 Two processes, one transport each (transfer_node.py), joined as workers are; every case (transfer_cases.py) is written over and over, in
-turns with copies of the same ranges inside the writing process. A ratio is the median over rounds of neighbours in time, never of two
+turns with copies of ranges like them inside the writing process. A ratio is the median over rounds of neighbours in time, never of two
 medians from different minutes. The bytes of every case are compared on both sides before it is measured.
 """
 

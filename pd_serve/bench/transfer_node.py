@@ -49,7 +49,7 @@ class Join(msgspec.Struct, frozen=True, tag="join"):
 
 
 class Measure(msgspec.Struct, frozen=True, tag="measure"):
-    """Write one case `rounds` times, each time after the same copies within this process; the first round is not counted."""
+    """Write one case `rounds` times, in turns with copies of as much within this process; the first round is not counted."""
 
     case: Case
     rounds: int
@@ -82,14 +82,15 @@ class Took(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Measured(msgspec.Struct, frozen=True, tag="measured"):
-    """What each round took. Round i of every list moved the same bytes, one after the other."""
+    """What each round took. Round i of every list moved as many bytes, in as many ranges, at the same time."""
 
     nbytes: int
     num_writes: int
     written: tuple[Took, ...]
     """From the first write to the flush."""
     copied: tuple[Took, ...]
-    """The same ranges copied one by one into private memory of this process."""
+    """Ranges of the same sizes and order copied one by one into private memory of this process. Of another pass: what was just written
+    would still be in cache."""
     whole_copied: tuple[Took, ...]
     """As many bytes in one call of memcpy."""
 
@@ -117,7 +118,7 @@ class Node:
         self._tokens = count(1)
         self._opened: tuple[Transport, memoryview] | None = None
         self._peer: PeerId | None = None
-        self._private: mmap.mmap | None = None
+        self._private: list[mmap.mmap] = []
 
     def do(self, command: Command) -> Reply:
         match command:
@@ -174,22 +175,22 @@ class Node:
         self._peer = peer
         everything = np.array([0], np.int64), np.array([len(self._memory)], np.int64)
         self._transport.open_window(WriteWindow(LEASE, EPOCH, peer, *everything))
-        while self._transport.busy():
-            self._transport.progress()
+        while self._transport.progress() or self._transport.busy():
+            continue
         return Joined(event.lane, event.one_sided)
 
     def _measure(self, command: Measure) -> Measured:
         passes = plan_passes(command.case)
-        private = self._private_memory()
+        once, piecewise = self._private_memory()
         written: list[Took] = []
         copied: list[Took] = []
         whole: list[Took] = []
         gc.disable()
         for round_index in range(command.rounds + 1):
-            batches = passes[round_index % len(passes)]
-            whole.append(_copy_whole(self._memory, private, num_bytes(batches), round_index))
+            batches, others = passes[round_index % len(passes)], passes[(round_index + len(passes) // 2) % len(passes)]
+            whole.append(_copy_whole(self._memory, once, num_bytes(batches), round_index))
             written.append(self._write(batches))
-            copied.append(_copy_ranges(self._memory, private, batches))
+            copied.append(_copy_ranges(self._memory, piecewise, others))
         gc.enable()
         num_writes = sum(len(ops) for ops in passes[0])
         return Measured(num_bytes(passes[0]), num_writes, tuple(written[1:]), tuple(copied[1:]), tuple(whole[1:]))
@@ -243,12 +244,14 @@ class Node:
                 raise TransportError(f"nothing came in {TIMEOUT_S:g} s")
             self.turn(None, deadline)
 
-    def _private_memory(self) -> memoryview:
-        """As large as the pool, every page of it touched."""
-        if self._private is None:
-            self._private = mmap.mmap(-1, len(self._memory), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            np.frombuffer(self._private, np.uint8)[:: mmap.PAGESIZE] = 1
-        return memoryview(self._private)
+    def _private_memory(self) -> tuple[memoryview, memoryview]:
+        """Two, as large as the pool, every page touched: each way of copying has a target of its own, which stays no longer in cache than
+        the pool of the peer does."""
+        while len(self._private) < 2:
+            memory = mmap.mmap(-1, len(self._memory), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            np.frombuffer(memory, np.uint8)[:: mmap.PAGESIZE] = 1
+            self._private.append(memory)
+        return memoryview(self._private[0]), memoryview(self._private[1])
 
 
 def serve() -> None:
