@@ -43,10 +43,10 @@ from pd_serve.bench.victims import (
     make_test,
     offered_tokens_per_s,
     pooled,
+    ratios,
 )
 
 DISAGGREGATED, COLOCATED = "disaggregated", "colocated"
-DEFAULT_BUDGETS = (64, 128, 256, 512, 1024, 2048)
 _BUDGET = "engine.max_batch_tokens"
 _EXPECTED_TO_DIFFER = frozenset(
     {"worker.id", "engine.cpu_affinity", "engine.threads", _BUDGET, "launch.prefill", "launch.decode", "launch.colocated"}
@@ -69,7 +69,6 @@ class InterferenceSettings:
     """Of the colocated arm; 0: the best of the sweep."""
     client: ClientSettings = field(default_factory=ClientSettings)
     name: str = ""
-
     is_apart: bool = True
     """Router, fronts and client stay off the cores of decode while the disaggregated cluster is measured."""
 
@@ -77,15 +76,16 @@ class InterferenceSettings:
         return Run(self.test, self.cores.prefill if self.cores is not None and self.is_apart else ())
 
     def disaggregated(self) -> ClusterSpec:
-        return self._cluster({} if self.cores is None else self.cores.apart(), prefill=1, decode=1)
+        spec = replace(self.base, prefill=1, decode=1, colocated=0)
+        return self._with(spec, {} if self.cores is None else self.cores.apart())
 
     def colocated(self, budget: int) -> ClusterSpec:
         pinned = {} if self.cores is None else self.cores.together()
-        return self._cluster({**pinned, f"{COLOCATED}.{_BUDGET}": str(budget)}, colocated=1)
+        return self._with(replace(self.base, prefill=0, decode=0, colocated=1), {**pinned, f"{COLOCATED}.{_BUDGET}": str(budget)})
 
-    def _cluster(self, settings: Mapping[str, str], **workers: int) -> ClusterSpec:
+    def _with(self, spec: ClusterSpec, settings: Mapping[str, str]) -> ClusterSpec:
         # Without a prefix cache every arm finds what it is sent as new as the first one did.
-        return replace(self.base, **workers, settings={"kv.prefix_cache": "false", **settings, **self.base.settings})
+        return replace(spec, settings={"kv.prefix_cache": "false", **settings, **self.base.settings})
 
 
 async def run_sweep(settings: InterferenceSettings, budgets: Sequence[int], path: Path, bars: Bars) -> Result:
@@ -97,21 +97,24 @@ async def run_sweep(settings: InterferenceSettings, budgets: Sequence[int], path
     bar = bars.add("chunk budgets", len(budgets))
     started_at = now_iso()
     loads: list[MachineLoad] = []
+    result = known
     for budget in budgets:
         spec = ArmSpec(f"budget-{budget}", cluster=settings.colocated(budget))
         async with opened([spec], settings.client, bars) as (arm,):
             await warm_up(arm, settings.test)
             with MachineWatch(window_s=None) as watch:
                 records = await replay(arm.endpoint, plans, settings.test)
-            loads.append(watch.load)
-            figures = pooled([Round(tuple(records), settings.test.window)])
-            arms[arm.name] = ArmResult(figures, write_records(path, arm.name, records), {"budget": budget, **_told_load(watch.load)})
             config |= arm.config
+        loads.append(watch.load)
+        figures = pooled([Round(tuple(records), settings.test.window)])
+        arms[spec.name] = ArmResult(figures, write_records(path, spec.name, records), {"budget": budget, **_told_load(watch.load)})
+        parameters: dict[str, Scalar] = {**_told_test(settings.test), "best_budget": best_of_sweep(arms)}
+        # After each: a sweep takes long, and what has been measured stays.
+        result = new_result(Described("interference-sweep", settings.name, parameters, config), mean_load(loads), arms, started_at)
+        write_result(path, result)
         bar.advance()
-    parameters: dict[str, Scalar] = {**_told_test(settings.test), "best_budget": best_of_sweep(arms)}
-    described = Described("interference-sweep", settings.name, parameters, config)
-    result = new_result(described, mean_load(loads), arms, started_at)
-    write_result(path, result)
+    if result is None:
+        raise BenchError("a sweep needs budgets")
     return result
 
 
@@ -156,18 +159,23 @@ def _arm_result(path: Path, name: str, found: Measured) -> ArmResult:
     if found.idle_cores:
         figures["idle_cores"] = sum(found.idle_cores) / len(found.idle_cores)
     figures |= _use_figures("", found.used) | _use_figures("baseline_", found.baseline_used)
+    figures |= ratios(figures, [name for name in figures if name.startswith("step_cpu_s.")])
     write_records(path, f"{name}-baseline", in_sequence(found.baseline))
     return ArmResult(figures, write_records(path, name, in_sequence(found.injected)), _told_load(mean_load(found.loads)))
 
 
-def _use_figures(prefix: str, runs: Sequence[Mapping[str, Use]]) -> dict[str, float]:
-    """Mean over the runs, by process; waiting only of what computes."""
+def _use_figures(prefix: str, runs: Sequence[tuple[float, Mapping[str, Use]]]) -> dict[str, float]:
+    """Over all runs, by process; waiting, and CPU by step, only of what computes."""
     figures: dict[str, float] = {}
-    for process in dict.fromkeys(name for used in runs for name in used):
-        mine = [used[process] for used in runs if process in used]
-        figures[f"{prefix}busy_cores.{process}"] = sum(use.running_s for use in mine) / len(mine)
+    seconds = sum(duration_s for duration_s, _ in runs)
+    for process in dict.fromkeys(name for _, used in runs for name in used):
+        mine = [used[process] for _, used in runs if process in used]
+        running_s = sum(use.running_s for use in mine)
+        figures[f"{prefix}busy_cores.{process}"] = running_s / seconds
         if "/" in process:
-            figures[f"{prefix}waiting_cores.{process}"] = sum(use.waiting_s for use in mine) / len(mine)
+            figures[f"{prefix}waiting_cores.{process}"] = sum(use.waiting_s for use in mine) / seconds
+            if num_steps := sum(use.num_steps for use in mine):
+                figures[f"{prefix}step_cpu_s.{process}"] = running_s / num_steps
     return figures
 
 

@@ -23,6 +23,8 @@ from pd_serve.bench.runner import closed_loop, open_loop
 from pd_serve.bench.victims import LONG, VICTIM, Round, VictimsTest, by_slot, make_test
 from pd_serve.bench.workload import read_plans, write_plans
 
+_LAST_REPORT_S = 0.3
+
 
 @dataclass(slots=True)
 class Measured:
@@ -34,9 +36,9 @@ class Measured:
     """While it was measured."""
     idle_cores: list[float] = field(default_factory=list)
     """CPU that the arm's processes took while another one was measured."""
-    used: list[dict[str, Use]] = field(default_factory=list)
-    """By each of its processes in each run with injection, in cores ..."""
-    baseline_used: list[dict[str, Use]] = field(default_factory=list)
+    used: list[tuple[float, dict[str, Use]]] = field(default_factory=list)
+    """Seconds, and what each of its processes took of them, in each run with injection ..."""
+    baseline_used: list[tuple[float, dict[str, Use]]] = field(default_factory=list)
     """... and without."""
 
 
@@ -142,18 +144,16 @@ async def _measure(arm: Arm, arms: Sequence[Arm], plans: Sequence[RequestPlan], 
     with placed_client(client_cores), MachineWatch(window_s=None) as watch:
         records = await replay(arm.endpoint, plans, test)
     seconds = time.monotonic() - started
+    # Ranks tell of their last steps when they have become idle.
+    await asyncio.sleep(_LAST_REPORT_S)
     if failed := next((record.error for record in records if not record.ok), ""):
         raise BenchError(f"{arm.name}: a request failed, so the arms were not sent the same: {failed}")
     mine = measured[arm.name]
     (mine.injected if is_injected else mine.baseline).append(Round(tuple(records), test.window))
     mine.loads.append(watch.load)
     for one in arms:
-        used = {name: _cores(use.since(before[one.name].get(name, Use(0.0, 0.0))), seconds) for name, use in use_of(one.cluster).items()}
+        used = {name: use.since(before[one.name].get(name, Use(0.0, 0.0))) for name, use in use_of(one.cluster).items()}
         if one is not arm:
-            measured[one.name].idle_cores.append(sum(use.running_s for use in used.values()))
+            measured[one.name].idle_cores.append(sum(use.running_s for use in used.values()) / seconds)
         else:
-            (mine.used if is_injected else mine.baseline_used).append(used)
-
-
-def _cores(use: Use, seconds: float) -> Use:
-    return Use(use.running_s / seconds, use.waiting_s / seconds)
+            (mine.used if is_injected else mine.baseline_used).append((seconds, used))

@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import httpx
 import psutil
 
 from pd_serve.bench.cluster import LocalCluster
+
+ROUTER = "router"
+_STEPS = re.compile(r"^pd_serve_step_seconds_count (\S+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +28,11 @@ class Use:
     running_s: float
     waiting_s: float
     """In the run queue of a core that was given to something else."""
+    num_steps: int = 0
+    """Of the engine, where it is a worker's ranks."""
 
     def since(self, before: Use) -> Use:
-        return Use(self.running_s - before.running_s, self.waiting_s - before.waiting_s)
+        return Use(self.running_s - before.running_s, self.waiting_s - before.waiting_s, self.num_steps - before.num_steps)
 
 
 def use_of(cluster: LocalCluster | None) -> dict[str, Use]:
@@ -33,8 +40,8 @@ def use_of(cluster: LocalCluster | None) -> dict[str, Use]:
     found: dict[str, Use] = {}
     for process in cluster.processes if cluster is not None else ():
         found[process.name] = _use((process.pid,))
-        if ranks := _children(process.pid):
-            found[f"{process.name}/rank"] = _use(ranks)
+        if process.role != ROUTER and (ranks := _children(process.pid)):
+            found[f"{process.name}/rank"] = replace(_use(ranks), num_steps=_num_steps(process.address))
     return found
 
 
@@ -73,6 +80,15 @@ def _use(pids: Iterable[int]) -> Use:
                 running_ns += int(running)
                 waiting_ns += int(waiting)
     return Use(running_ns / 1e9, waiting_ns / 1e9)
+
+
+def _num_steps(address: str) -> int:
+    """As last reported: exact once the rank is idle. 0 where it cannot be asked."""
+    try:
+        match = _STEPS.search(httpx.get(f"{address}/metrics", timeout=5, trust_env=False).text)
+    except httpx.HTTPError:
+        return 0
+    return int(float(match[1])) if match is not None else 0
 
 
 def _children(pid: int) -> list[int]:

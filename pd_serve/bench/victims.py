@@ -33,7 +33,8 @@ class VictimsTest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     victim_prompt_tokens: int = 16
     victim_tokens: int = 256
     long_tokens: int = 2048
-    long_output_tokens: int = 16
+    long_output_tokens: int = 4
+    """Few: what they are decoded with is load that any arm has to bear, and not what is looked for."""
     count: int = 5
     interval_s: float = 2.5
     lead_s: float = 2.0
@@ -146,11 +147,19 @@ def offered_tokens_per_s(test: VictimsTest) -> float:
 def beside_baseline(figures: Mapping[str, float], baseline: Mapping[str, float]) -> dict[str, float]:
     """An arm's figures with injection, its baseline's as `baseline_...`, and the ratios of the two as `..._ratio`."""
     told = {**figures, **{f"baseline_{name}": value for name, value in baseline.items()}}
-    for name in (*(f"itl_s.{statistic}" for statistic in _STATISTICS), "victim_ttft_s.p50", "victim_ttft_s.max", "victim_tokens_per_s"):
-        if name in figures and baseline.get(name):
+    names = (*(f"itl_s.{statistic}" for statistic in _STATISTICS), "victim_ttft_s.p50", "victim_ttft_s.max", "victim_tokens_per_s")
+    return told | ratios(told, names)
+
+
+def ratios(figures: Mapping[str, float], names: Iterable[str]) -> dict[str, float]:
+    """With injection by without, of those names that have both: `itl_s.max` becomes `itl_ratio.max`."""
+    found: dict[str, float] = {}
+    for name in names:
+        if name in figures and figures.get(f"baseline_{name}"):
             base, dot, statistic = name.partition(".")
-            told[f"{base.removesuffix('_per_s').removesuffix('_s')}_ratio{dot}{statistic}"] = figures[name] / baseline[name]
-    return told
+            ratio = f"{base.removesuffix('_per_s').removesuffix('_s')}_ratio{dot}{statistic}"
+            found[ratio] = figures[name] / figures[f"baseline_{name}"]
+    return found
 
 
 def best_budget(sweep: Mapping[int, Mapping[str, float]]) -> int:

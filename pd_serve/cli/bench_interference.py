@@ -37,7 +37,10 @@ def interference(
     tokens: Annotated[int, typer.Option("--tokens", min=2, help="Output tokens of each", rich_help_panel=_VICTIMS)] = 256,
     prompt_tokens: Annotated[int, typer.Option("--prompt-tokens", min=1, help="Prompt tokens of each", rich_help_panel=_VICTIMS)] = 16,
     long_tokens: Annotated[int, typer.Option("--long-tokens", min=1, help="Prompt tokens of each", rich_help_panel=_LONG)] = 2048,
-    long_output: Annotated[int, typer.Option("--long-output", min=1, help="Output tokens of each", rich_help_panel=_LONG)] = 16,
+    long_output: Annotated[
+        int,
+        typer.Option("--long-output", min=1, help="Output tokens of each: their decoding is load, not interference", rich_help_panel=_LONG),
+    ] = 4,
     interval: Annotated[float, typer.Option("--interval", min=0.01, help="Seconds between two of them", rich_help_panel=_LONG)] = 2.5,
     count: Annotated[int, typer.Option("--count", min=1, help="In each round", rich_help_panel=_LONG)] = 5,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Rounds, in which the arms take turns")] = 1,
@@ -86,7 +89,7 @@ def interference(
         is_local=clusters,
         others=tuple(parse_arm(text, base) for text in arm or ()),
         budget=budget,
-        client=ClientSettings(api_key=api_key),
+        client=ClientSettings(model, api_key),
         name=name,
         is_apart=apart,
     )
