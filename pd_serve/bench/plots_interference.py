@@ -9,6 +9,7 @@ from pd_serve.bench.plots import COLORS, Points, png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import XAxis, YAxis
 
 STATISTICS = ("p50", "mean", "p90", "p99", "p999", "max")
 
@@ -22,6 +23,7 @@ def gaps_over_time(arms: Mapping[str, Points], arrivals: Sequence[float], title:
         for index, moment in enumerate(arrivals):
             axes.axvline(moment, color="#666666", linewidth=0.8, linestyle=":", label="" if index else "long prompt")
         axes.set_yscale("log")
+        _plain(axes.yaxis)
         axes.set_xlabel("seconds since the start of the run")
         axes.set_ylabel("gap between two tokens, milliseconds")
         axes.legend(frameon=False, fontsize=9, markerscale=4, loc="upper right")
@@ -40,6 +42,7 @@ def tails(arms: Mapping[str, Sequence[float]], baselines: Mapping[str, Sequence[
                     shares = [1 - index / len(ordered) for index in range(len(ordered))]
                     axes.step(ordered, shares, style, where="post", color=color, linewidth=1.4, label=label)
         axes.set_xscale("log")
+        _plain(axes.xaxis)
         axes.set_yscale("log")
         axes.set_xlabel("gap between two tokens, milliseconds")
         axes.set_ylabel("share of gaps above")
@@ -62,8 +65,16 @@ def bars(arms: Mapping[str, Mapping[str, float]], title: str) -> bytes:
             lows, highs = [place - width * 0.46 for place in places], [place + width * 0.46 for place in places]
             axes.hlines(baseline, lows, highs, color="black", linewidth=1.2, label="no long prompts" if index == 0 else "")
         axes.set_yscale("log")
+        _plain(axes.yaxis)
+        axes.set_ylim(top=2 * axes.get_ylim()[1])
         axes.set_xticks(range(len(STATISTICS)), ["p99.9" if statistic == "p999" else statistic for statistic in STATISTICS])
         axes.set_ylabel("gap between two tokens, milliseconds")
-        axes.legend(frameon=False, fontsize=9, loc="upper left")
+        axes.legend(frameon=False, fontsize=9, loc="upper left", ncols=3)
 
     return png(draw, title)
+
+
+def _plain(axis: XAxis | YAxis) -> None:
+    """Numbers instead of powers on a logarithmic axis."""
+    axis.set_major_formatter("{x:g}")
+    axis.set_minor_formatter("{x:g}")
