@@ -18,7 +18,7 @@ class Copier(Protocol):
         ...
 
     def open_staging(self, num_slots: int, slot_nbytes: int) -> Staging | None:
-        """What the pool's bytes pass through on their way into messages, the caller's to close; None where they can be sent as they lie."""
+        """What the pool's bytes pass through on their way into messages, one writer's own; None where they can be sent as they lie."""
         ...
 
 
