@@ -71,8 +71,9 @@ bench: install
 	$(BENCH) interference --count 3 --budget 256 --out bench-results/quick/interference.json
 	$(BENCH) load --arm disaggregated=1p1d --arm colocated=1c $(ONE_CORE_EACH) --concurrency 1,8 --requests 16 --rounds 2 \
 		--input 128 --output 48 --slo-ttft-ms 500 --slo-tpot-ms 50 --out bench-results/quick/load.json
+	$(BENCH) transfer --rounds 6 --out bench-results/quick/transfer.json
 	$(BENCH) report bench-results/quick/handover.json bench-results/quick/interference.json bench-results/quick/load.json \
-		--out bench-results/quick/report.html
+		bench-results/quick/transfer.json --out bench-results/quick/report.html
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis bench-results
