@@ -195,9 +195,10 @@ class ControlLoop:
             case EngineFailed(detail):
                 self._die(f"the engine failed: {detail}")
             case StepDone(result):
+                batch = self._running
                 self._end_pushes(result.step_id)
-                self._observe_step(result)
                 self._on_output(0, message)
+                self._observe_step(result, batch)
             case StepFailed(step_id, _):
                 self._end_pushes(step_id)
                 self._on_output(0, message)
@@ -260,8 +261,9 @@ class ControlLoop:
     def _handle(self, event: Event) -> None:
         now = self._clock.now()
         actions = self._machine.handle(event, now)
-        self._attempts.observe(event, actions, now)
+        # First what others wait for: an idle processor has all of this to fetch from memory.
         self._carry_out(actions)
+        self._attempts.observe(event, actions, now)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -314,8 +316,7 @@ class ControlLoop:
         machine = self._machine
         self._front.send(Report(machine.load(), machine.peer_states(), machine.leases_by_state(), self._samples.take(), is_idle))
 
-    def _observe_step(self, result: StepResult) -> None:
-        batch, self._running = self._running, None
+    def _observe_step(self, result: StepResult, batch: Batch | None) -> None:
         assert batch is not None
         self._samples.add((Sample("pd_serve_step_seconds", result.ended_at - result.started_at),))
         for phase in Phase:
