@@ -48,14 +48,25 @@ class ChoiceText:
                 self.finish_reason = "stop"
         return Piece(text, token.token_id, token.logprobs)
 
-    def push_all(self, tokens: list[TokenOutput]) -> list[Piece]:
-        """As one piece, which costs a fraction of many; none where they must be looked at one by one: then nothing has changed."""
-        if self._stop.is_needed or not tokens or tokens[0].logprobs is not None or tokens[-1].finish is FinishReason.STOP:
-            return []
+    def are_plain(self, tokens: list[TokenOutput]) -> bool:
+        """All that these have to show is their text: no log-probabilities, no stop string to look for, no token that is no text."""
+        return bool(tokens) and not (self._stop.is_needed or tokens[0].logprobs is not None or tokens[-1].finish is FinishReason.STOP)
+
+    def push_plain(self, tokens: list[TokenOutput]) -> list[str]:
+        """The text of each, which may be empty. Precondition: are_plain."""
+        self._count(tokens)
+        push = self._detokenizer.push
+        return [push(token.token_id) for token in tokens]
+
+    def push_all(self, tokens: list[TokenOutput]) -> str:
+        """The text of all. Precondition: are_plain."""
+        self._count(tokens)
+        return self._detokenizer.push_all([token.token_id for token in tokens])
+
+    def _count(self, tokens: list[TokenOutput]) -> None:
         if self.num_tokens == 0:
             self.num_cached_tokens = max(0, tokens[0].num_cached_tokens)
         self.num_tokens += len(tokens)
-        return [Piece(self._detokenizer.push_all([token.token_id for token in tokens]), -1, None)]
 
     def finish(self, reason: FinishReason) -> str:
         """The rest of the text."""

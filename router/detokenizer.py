@@ -38,16 +38,23 @@ class ByteDetokenizer:
 
     def __init__(self, codec: TextCodec) -> None:
         self._codec = codec
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._held = b""
 
     def push(self, token_id: int) -> str:
-        return self._decoder.decode(self._codec.text_bytes(token_id) or b"")
+        data = self._held + (self._codec.text_bytes(token_id) or b"")
+        text, num_taken = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[num_taken:]
+        return text
 
     def push_all(self, token_ids: list[int]) -> str:
-        return self._decoder.decode(b"".join([self._codec.text_bytes(token_id) or b"" for token_id in token_ids]))
+        data = self._held + b"".join([self._codec.text_bytes(token_id) or b"" for token_id in token_ids])
+        text, num_taken = codecs.utf_8_decode(data, "replace", False)
+        self._held = data[num_taken:]
+        return text
 
     def flush(self) -> str:
-        return self._decoder.decode(b"", True)
+        held, self._held = self._held, b""
+        return codecs.utf_8_decode(held, "replace", True)[0]
 
 
 class WindowDetokenizer:

@@ -181,8 +181,10 @@ class ExchangeResponse(Response):
         """Pieces of the tokens that came since; marks the choice over, and cancels it when a stop string was found."""
         generation, text = choice.generation, choice.text
         tokens, generation.tokens = generation.tokens, []
-        pieces = [] if self._plan.events else text.push_all(tokens)
-        for token in () if pieces else tokens:
+        pieces: list[Piece] = []
+        if self._plan.events is None and text.are_plain(tokens):
+            pieces, tokens = [Piece(text.push_all(tokens), -1, None)], []
+        for token in tokens:
             pieces.append(text.push(token))
             if text.finish_reason is not None:
                 self._services.dispatcher.cancel(generation)
@@ -269,6 +271,10 @@ class ExchangeResponse(Response):
         if not choice.has_begun:
             choice.has_begun = True
             out.append(events.begin(index))
+        generation = choice.generation
+        if len(generation.tokens) > 1 and choice.text.are_plain(generation.tokens):
+            tokens, generation.tokens = generation.tokens, []
+            out.append(events.texts(index, choice.text.push_plain(tokens)))
         for piece in self._drain(choice):
             out.append(events.piece(index, piece))
         if choice.text.finish_reason is not None:

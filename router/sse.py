@@ -31,6 +31,10 @@ class EventWriter(Protocol):
         """Empty when the token shows nothing yet."""
         ...
 
+    def texts(self, index: int, texts: list[str]) -> bytes:
+        """Events of tokens that have no more to show than these; an empty one shows nothing yet."""
+        ...
+
     def finish(self, index: int, reason: str) -> bytes: ...
 
     def usage(self, usage: UsageCounts) -> bytes: ...
@@ -60,6 +64,10 @@ class ChatEvents:
         logprobs = chat_logprobs(self._codec, [piece]).model_dump_json().encode()
         text = b'"content":' + _json(piece.text)
         return self._start(index) + text + b'},"logprobs":' + logprobs + b',"finish_reason":null}' + self._end
+
+    def texts(self, index: int, texts: list[str]) -> bytes:
+        start, end = self._start(index) + b'"content":', self._plain_end
+        return b"".join([start + _json(text) + end for text in texts if text])
 
     def finish(self, index: int, reason: str) -> bytes:
         return self._start(index) + b'},"logprobs":null,"finish_reason":' + _json(reason) + b"}" + self._end
@@ -96,6 +104,11 @@ class CompletionEvents:
         logprobs = completion_logprobs(self._codec, [piece], self._offsets[index]).model_dump_json().encode()
         self._offsets[index] += len(piece.text)
         return self._starts[index] + _json(piece.text) + b',"logprobs":' + logprobs + b',"finish_reason":null}' + self._end
+
+    def texts(self, index: int, texts: list[str]) -> bytes:
+        self._offsets[index] += sum(map(len, texts))
+        start, end = self._starts[index], self._plain_end
+        return b"".join([start + _json(text) + end for text in texts if text])
 
     def finish(self, index: int, reason: str) -> bytes:
         return self._starts[index] + b'"","logprobs":null,"finish_reason":' + _json(reason) + b"}" + self._end
