@@ -65,8 +65,9 @@ def start_rank(
     gate: threading.Event | None = None,
     make: Callable[[TransportFactory], TransportFactory] = lambda inner: inner,
     max_running: int = 16,
+    push_nbytes: int = 0,
 ) -> Rank:
-    """`make` wraps the loopback transport's factory."""
+    """`make` wraps the loopback transport's factory; `push_nbytes`: as transport.push_bytes."""
     layout, clock = small_layout(), MonotonicClock()
     peer = PeerId(WorkerId(name), Incarnation(secrets.randbits(32)))
     near, far = socket.socketpair()
@@ -80,7 +81,7 @@ def start_rank(
     engine.start()
     engine.serve(runner, LayerHook(transport.submit))
     info = PeerInfo(peer, Role.BOTH, 1, "fake", layout, "loopback", (ready.metadata,))
-    parts = RankParts(FrontSocket(far), inbox, engine, transport, RankGroup(1, layout.num_kv_heads))
+    parts = RankParts(FrontSocket(far), inbox, engine, transport, RankGroup(1, layout.num_kv_heads), push_nbytes=push_nbytes)
     loop = ControlLoop(make_machine(info, layout, max_running), parts, 0.05, clock)
     parts.front.send(RankReady(Welcome(info, "fake", 128, VOCAB_SIZE, (), 0, ())))
     exit_codes: list[int] = []

@@ -33,7 +33,9 @@ from pd_serve.protocol.link import (
 )
 from pd_serve.protocol.sampling import SamplingParams
 from pd_serve.protocol.traces import Traces
+from pd_serve.transport.base import EventSink, Transport, TransportSettings, WriteBatch
 from pd_serve.transport.loopback_fabric import LoopbackFabric
+from pd_serve.transport.registry import TransportFactory
 from tests.fake_engine import VOCAB_SIZE, expected_tokens, small_layout
 from tests.rank_driver import join, open_local, open_pair, run_pair, tokens_of
 from tests.whole_rank import Rank, start_rank, wait_idle
@@ -105,6 +107,31 @@ def test_only_the_suffix_that_decode_lacks_is_moved(pair: tuple[Rank, Rank], num
     prefill.driver.send(GetTrace(1))
     (trace,) = prefill.driver.wait_rank(Traces).traces
     assert sum(layer.nbytes for layer in trace.layers) == (len(PROMPT) - num_known) * small_layout().bytes_per_token
+
+
+@pytest.mark.parametrize(("push_nbytes", "writes_per_chunk"), [(0, small_layout().num_layers), (1 << 20, 1)])
+def test_layers_that_go_out_together_bring_the_same_kv_in_fewer_writes(push_nbytes: int, writes_per_chunk: int) -> None:
+    fabric, writes = LoopbackFabric(), list[WriteBatch]()
+
+    def recording(inner: TransportFactory) -> TransportFactory:
+        def make(settings: TransportSettings, sink: EventSink) -> Transport:
+            transport = inner(settings, sink)
+            write = transport.write
+            transport.write = lambda batch: (writes.append(batch), write(batch))[1]  # type: ignore[method-assign, func-returns-value]
+            return transport
+
+        return make
+
+    prefill = start_rank("p", fabric, "shm", make=recording, push_nbytes=push_nbytes)
+    decode = start_rank("d", fabric, "shm")
+    join(prefill.driver, decode.driver)
+    tokens = run_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    assert [t.token_id for t in tokens] == expected_tokens(PROMPT, 6)
+    num_chunks = 3
+    assert len(writes) == num_chunks * writes_per_chunk
+    assert sum(int(batch.ops[:, 2].sum()) for batch in writes) == len(PROMPT) * small_layout().bytes_per_token
+    prefill.close()
+    decode.close()
 
 
 def test_many_attempts_at_once_keep_their_tokens_apart(pair: tuple[Rank, Rank]) -> None:
