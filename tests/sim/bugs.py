@@ -317,7 +317,7 @@ BUGS: dict[str, Bug] = {
     "count_completions": Bug(_spoil("decode", CountCompletions), "foreign KV|gets|computes|writes under lease"),
     "no_window_before_reserved": Bug(_spoil("decode", NoWindowBeforeReserved), "foreign KV", near=117),
     "open_window_on_free_blocks": Bug(_spoil("decode", OpenWindowOnFreeBlocks), "writes under lease|foreign KV", near=191),
-    "open_window_on_quiet_lease": Bug(_spoil("decode._quarantine", OpenWindowOnQuietLease), "writes under lease|foreign KV", near=145),
+    "open_window_on_quiet_lease": Bug(_spoil("decode._quarantine", OpenWindowOnQuietLease), "writes under lease|foreign KV", near=470),
     "fail_after_closed": Bug(_spoil("decode", FailAfterClosed), "second terminal frame"),
     "absolute_deadline": Bug(
         Planted(machine=_spoil("decode", AbsoluteDeadline).machine, lifecycle=AbsoluteTimeout), "failed although|no end after"

@@ -62,27 +62,33 @@ class GrowthWorld(World):
         self.loop.at(self.rng.uniform(0.0, self.scenario.duration_s), lambda: self._submit(request))
 
 
+_MOST_RUNS = 8
 CASES = {
     "pool of 9.6 requests": (1, 256, 9.6, 32, 16),
     "eight pools of 1.2 requests": (8, 256, 1.2, 32, 16),
     "one pool of 1.2 requests": (1, 32, 1.2, 32, 16),
-    "long outputs": (1, 48, 4.0, 8, 64),
+    "long outputs": (1, 48, 3.0, 8, 64),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("seed", range(1))
-def test_more_requests_than_memory_all_finish_right(seed: int, case: str) -> None:
+def gets_on(seed: int, case: str) -> bool:
+    """Whether each request that was preempted had got on by as much as it had since the last time. All of them finish."""
     num_decode, num_requests, requests_per_pool, num_prompt_tokens, num_output_tokens = CASES[case]
     world = GrowthWorld(seed, num_decode, num_requests, requests_per_pool, num_prompt_tokens, num_output_tokens)
     report: Report = world.run()
     assert report.counts["finished"] == num_requests
     most = max(world.preemptions.values(), default=0)
     print(f"{report.virtual_s:.2f} virtual s, {report.counts['moves']} moves, {sum(world.preemptions.values())} preempted, at most {most}")
-    assert most <= log2(num_output_tokens) + 1, "in between it should have got on by as much as it had"
+    return most <= log2(num_output_tokens) + 1
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("seed", range(1))
+def test_more_requests_than_memory_all_finish_right(seed: int, case: str) -> None:
+    assert gets_on(seed, case)
 
 
 def test_admission_that_lets_a_moved_request_in_for_a_few_tokens_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one of some seeds: which one depends on the order in which the machines speak."""
     monkeypatch.setattr(DecodeMachine, "_headroom_for", lambda self, frame: self._settings.headroom_tokens)
-    with pytest.raises(AssertionError, match="got on by as much"):
-        test_more_requests_than_memory_all_finish_right(0, "long outputs")
+    assert not all(gets_on(seed, "long outputs") for seed in range(_MOST_RUNS))
