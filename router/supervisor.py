@@ -22,10 +22,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from pd_serve.child_process import die_with_parent
 from pd_serve.config import Config
+from pd_serve.errors import ProtocolError
 from pd_serve.protocol.control import RegisterWorker
-from pd_serve.protocol.siblings import Answer, Answers, Listening, Question, SiblingStream, WorkerRegistered
+from pd_serve.protocol.siblings import Answer, Answers, Listening, Question, SiblingFrame, SiblingStream, Topic, WorkerRegistered
 from router.occupancy import SharedOccupancy, shared_block
 from router.pool import FORGET_AFTER_S
 from router.process_spec import ProcessSpec
@@ -173,33 +176,46 @@ class Supervisor:
     # ---- what they say
 
     async def _read(self, entry: _Process, stream: SiblingStream) -> None:
-        async for frame in stream.frames():
-            match frame:
-                case Listening():
-                    entry.has_listened = True
-                case WorkerRegistered(registration):
-                    worker_id = RegisterWorker.model_validate_json(registration).worker_id
-                    self._registered[worker_id] = (registration, asyncio.get_running_loop().time())
-                    for other in self._processes:
-                        if other is not entry and other.stream is not None:
-                            other.stream.send(frame)
-                case Question(question_id, topic):
-                    number = next(self._ids)
-                    others = {other.index for other in self._processes if other is not entry and other.has_listened}
-                    self._asked[number] = _Asked(stream, question_id, others)
-                    for other in self._processes:
-                        if other.index in others and other.stream is not None:
-                            other.stream.send(Question(number, topic))
-                    if others:
-                        asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self._finish, number)
-                    else:
-                        self._finish(number)
-                case Answer(question_id, data):
-                    asked_before = self._asked.get(question_id)
-                    if asked_before is not None:
-                        self._heard(question_id, asked_before, entry.index, data)
-                case Answers():
-                    continue  # ours alone to say
+        """Until the process ends. A task root: one that speaks nonsense is ended, and started again."""
+        try:
+            async for frame in stream.frames():
+                self._said(entry, stream, frame)
+        except (ProtocolError, ValidationError):
+            logger.exception("process %d speaks nonsense", entry.index)
+            if entry.process is not None and entry.process.returncode is None:
+                entry.process.kill()
+
+    def _said(self, entry: _Process, stream: SiblingStream, frame: SiblingFrame) -> None:
+        match frame:
+            case Listening():
+                entry.has_listened = True
+            case WorkerRegistered(registration):
+                worker_id = RegisterWorker.model_validate_json(registration).worker_id
+                self._registered[worker_id] = (registration, asyncio.get_running_loop().time())
+                for other in self._processes:
+                    if other is not entry and other.stream is not None:
+                        other.stream.send(frame)
+            case Question(question_id, topic):
+                self._pass_on(entry, _Asked(stream, question_id, set()), topic)
+            case Answer(question_id, data):
+                asked = self._asked.get(question_id)
+                if asked is not None:
+                    self._heard(question_id, asked, entry.index, data)
+            case Answers():
+                return  # ours alone to say
+
+    def _pass_on(self, entry: _Process, asked: _Asked, topic: Topic) -> None:
+        """To every other process that takes requests."""
+        number = next(self._ids)
+        self._asked[number] = asked
+        for other in self._processes:
+            if other is not entry and other.has_listened and other.stream is not None:
+                asked.waiting.add(other.index)
+                other.stream.send(Question(number, topic))
+        if asked.waiting:
+            asyncio.get_running_loop().call_later(ANSWER_TIMEOUT_S, self._finish, number)
+        else:
+            self._finish(number)
 
     def _heard(self, number: int, asked: _Asked, index: int, data: bytes | None) -> None:
         """None: that process has ended."""
