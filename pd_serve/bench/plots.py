@@ -13,6 +13,7 @@ from pd_serve.bench.errors import missing_library
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
 
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999999")
 """Told apart by the colour-blind as well. Source: Okabe and Ito 2008."""
@@ -56,8 +57,8 @@ def cdf(series: Mapping[str, Sequence[float]], title: str, xlabel: str) -> bytes
         axes.set_yscale("log")
         if shown:
             axes.set_xlim(left=0.8 * min(ordered[len(ordered) // 100] for ordered in shown.values()))
-        axes.xaxis.set_major_formatter(_plain)
-        axes.yaxis.set_major_formatter(_plain)
+        _write_plainly(axes.xaxis)
+        _write_plainly(axes.yaxis)
         axes.set_xlabel(xlabel)
         axes.set_ylabel("share of values above")
         _legend(axes, len(shown))
@@ -79,7 +80,7 @@ def timeline(series: Mapping[str, Points], title: str, ylabel: str) -> bytes:
         if shown:
             low = min(sorted(value for _, value in points)[len(points) // 100] for points in shown.values())
             axes.set_ylim(bottom=0.8 * low)
-        axes.yaxis.set_major_formatter(_plain)
+        _write_plainly(axes.yaxis)
         axes.set_xlabel("seconds since the start")
         axes.set_ylabel(ylabel)
         _legend(axes, len(shown))
@@ -118,9 +119,12 @@ def _highest(points: Points, end_s: float) -> list[tuple[float, float]]:
     return line
 
 
-def _plain(value: float, _: object) -> str:
-    """100, not 10 to the power of 2."""
-    return f"{value:g}"
+def _write_plainly(axis: Axis) -> None:
+    """A logarithmic one: 100 and 200, not powers of ten; what lies between the powers only where there are few of them."""
+    from matplotlib.ticker import LogFormatter
+
+    axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(LogFormatter(minor_thresholds=(1.5, 0.5)))
 
 
 def _colors(count: int) -> list[str]:

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from pd_serve.bench.results import read_result
+from pd_serve.bench.pictures import pictures
+from pd_serve.bench.results import ArmResult, Described, new_result, read_result
 from pd_serve.cli.app import run
 from tests.ports import free_port
 from tests.unit.bench.openai_stub import Stub, serving
+from tests.unit.bench.test_results import QUIET
 from tests.unit.bench.test_trace import MOONCAKE
 
 SHORT = ("--requests", "6", "--input", "8", "--output", "4", "--warmup", "1")
@@ -51,7 +53,7 @@ def test_arms_are_sent_the_same_requests_in_turns(tmp_path: Path, capsys: pytest
     assert "a : b" in capsys.readouterr().out
 
 
-def test_a_sweep_becomes_a_page_with_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_tells_what_each_rate_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "sweep.json"
     with serving(Stub()) as stub:
         assert bench("load", "--url", stub.url, *SHORT, "--rate", "500,1000", "--slo-ttft-ms", "1000", "--out", out) == 0
@@ -61,15 +63,28 @@ def test_a_sweep_becomes_a_page_with_pictures(tmp_path: Path, capsys: pytest.Cap
     assert result.arms["endpoint rate=500"].figures["slo_attainment"] == 1.0
     assert "99% up to" in result.notes[0]
     assert "rate=1000" in capsys.readouterr().out
+
+
+def test_a_result_becomes_a_page_with_its_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "load.json"
+    with serving(Stub()) as stub:
+        assert bench("load", "--url", stub.url, *SHORT, "--out", out, "--json") == 0
+    capsys.readouterr()
     assert bench("report", out) == 0
-    page, *pictures = map(Path, capsys.readouterr().out.split())
+    page, *drawn = map(Path, capsys.readouterr().out.split())
     text = page.read_text()
-    assert text.count("data:image/png;base64,") == len(pictures)
-    assert {"sweep.ttft.png", "sweep.itl.png", "sweep.timeline-rate=500.png", "sweep.over-rate-goodput_requests_per_s.png"} <= {
-        path.name for path in pictures
+    assert [path.name for path in drawn] == ["load.ttft.png", "load.itl.png", "load.timeline.png"]
+    assert text.count("data:image/png;base64,") == len(drawn)
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in drawn)
+    assert "tpot_s.p999" in text
+
+
+def test_rates_of_a_sweep_become_a_curve(tmp_path: Path) -> None:
+    arms = {
+        f"a rate={rate}": ArmResult({"offered_requests_per_s": rate, "ttft_s.p99": 0.1 * rate}, "", {"arm": "a"}) for rate in (1.0, 2.0)
     }
-    assert all(path.read_bytes().startswith(b"\x89PNG") for path in pictures)
-    assert "slo_attainment" in text
+    result = new_result(Described("load", "", {}), QUIET, arms)
+    assert list(pictures(tmp_path / "sweep.json", result)) == ["over-rate-ttft_s"]
 
 
 def test_saved_plans_are_sent_again(tmp_path: Path) -> None:
