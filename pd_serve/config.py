@@ -52,7 +52,7 @@ class EngineConfig(Section):
     max_waiting: int = Field(1024, ge=0, description="Prompts that may wait inside the worker")
     prefill_chunk: int = Field(0, ge=0, description="Longest prefill chunk in tokens; 0: as the budget allows")
     cpu_ops: Literal["auto", "off", "on"] = Field(
-        "off",
+        "auto",
         description="Compiled operators for decode on a CPU; auto: built once, in seconds, where there is a C++ compiler; on: an error without",
     )
     warm_up_s: float = Field(

@@ -71,10 +71,11 @@ def is_adjusted(spec: SampleSpec) -> bool:
 
 
 def _largest(logits: Tensor) -> list[int]:
-    values, indices = logits.max(dim=-1)
-    if not bool(values.isfinite().all()):
+    """The first of equals. By numpy, which is several times faster at it than torch on a CPU."""
+    rows = logits.float().cpu().numpy()
+    token_ids: list[int] = rows.argmax(axis=-1).tolist()
+    if not all(math.isfinite(row[token_id]) for row, token_id in zip(rows, token_ids, strict=True)):
         raise EngineError("the model produced logits that are not finite")
-    token_ids: list[int] = indices.tolist()
     return token_ids
 
 

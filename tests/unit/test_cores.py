@@ -32,4 +32,4 @@ def test_cores_that_are_none_are_one_line(text: str) -> None:
 
 
 def test_threads_wait_passively() -> None:
-    assert thread_env(3) == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE"}
+    assert thread_env(3) == {"OMP_NUM_THREADS": "3", "OMP_WAIT_POLICY": "PASSIVE", "THP_MEM_ALLOC_ENABLE": "1"}

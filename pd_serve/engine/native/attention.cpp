@@ -12,9 +12,14 @@
 #include "geometry.h"
 #include "vectors.h"
 
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 constexpr int NUM_PARTS = HEAD_DIM / LANES;  // vectors of one head; HEAD_DIM is given to the compiler
+constexpr int AHEAD = 64;                    // keys that are asked for before they are read
 constexpr int MAX_GROUP = 4;                 // query heads that share one pass over the values
 static_assert(HEAD_DIM % LANES == 0, "a head is whole vectors");
 
@@ -87,27 +92,63 @@ struct Walk {
     }
 };
 
+// A head of a query, for products with keys that are still to be summed over their lanes.
+template <typename T>
+struct Query {
+    Floats parts[NUM_PARTS];
+
+    void set(const T* head) {
+        for (int part = 0; part < NUM_PARTS; ++part) parts[part] = load(head + part * LANES);
+    }
+    Floats times(const T* key) const {
+        Floats product = parts[0] * load(key);
+        for (int part = 1; part < NUM_PARTS; ++part) product += parts[part] * load(key + part * LANES);
+        return product;
+    }
+};
+
+#if defined(__AVX512BF16__) && HEAD_DIM % 32 == 0
+template <>
+struct Query<BFloat16> {
+    __m512i pairs[NUM_PARTS / 2];
+
+    void set(const BFloat16* head) {
+        for (int i = 0; i < NUM_PARTS / 2; ++i) pairs[i] = _mm512_loadu_si512(head + i * 2 * LANES);
+    }
+    Floats times(const BFloat16* key) const {
+        __m512 product = _mm512_setzero_ps();
+        for (int i = 0; i < NUM_PARTS / 2; ++i)
+            product = _mm512_dpbf16_ps(product, (__m512bh)pairs[i], (__m512bh)_mm512_loadu_si512(key + i * 2 * LANES));
+        return (Floats)product;
+    }
+};
+#endif
+
+template <typename T>
+inline void ask_for(const T* head) {
+    for (int at = 0; at < HEAD_DIM * static_cast<int>(sizeof(T)); at += 64) __builtin_prefetch(reinterpret_cast<const char*>(head) + at);
+}
+
 // One sequence, GROUP query heads of one KV head. Keys are taken 16 at a time from position `first` on; then the probabilities, in float32;
 // then the values, one by one.
 template <typename T, int GROUP>
 void attend_group(const Geometry& geometry, const int32_t* table, int64_t first, int64_t length, const T* queries, const T* keys,
                   const T* values, T* out, float* scores) {
     const int64_t count = length - first, padded = (count + LANES - 1) / LANES * LANES;
-    Floats query[GROUP][NUM_PARTS];
-    for (int g = 0; g < GROUP; ++g)
-        for (int part = 0; part < NUM_PARTS; ++part) query[g][part] = load(queries + g * HEAD_DIM + part * LANES) * geometry.scale;
-    Walk walk(geometry, table, first);
+    Query<T> query[GROUP];
+    for (int g = 0; g < GROUP; ++g) query[g].set(queries + g * HEAD_DIM);
+    Walk walk(geometry, table, first), ahead(geometry, table, first), behind(geometry, table, first);
+    int64_t asked = 0;
     for (int64_t base = 0; base < count; base += LANES) {
+        for (; asked < count && asked < base + AHEAD; ++asked) ask_for(keys + ahead.next());
         const T* key[LANES];
         for (int lane = 0; lane < LANES; ++lane) key[lane] = base + lane < count ? keys + walk.next() : key[0];
+        // The values are read when the last key has been.
+        for (int64_t i = base; i < count && i < base + LANES; ++i) ask_for(values + behind.next());
         for (int g = 0; g < GROUP; ++g) {
             Floats products[LANES];
-            for (int lane = 0; lane < LANES; ++lane) {
-                Floats product = query[g][0] * load(key[lane]);
-                for (int part = 1; part < NUM_PARTS; ++part) product += query[g][part] * load(key[lane] + part * LANES);
-                products[lane] = product;
-            }
-            Floats score = sums_of(products);
+            for (int lane = 0; lane < LANES; ++lane) products[lane] = query[g].times(key[lane]);
+            Floats score = sums_of(products) * geometry.scale;
             if (base + LANES > count)
                 for (int lane = static_cast<int>(count - base); lane < LANES; ++lane) score[lane] = -INFINITY;
             store(scores + g * padded + base, score);

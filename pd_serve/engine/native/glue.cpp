@@ -58,7 +58,18 @@ void rotate_and_write(const Geometry& geometry, T* heads, const T* cosine, const
         for (int64_t head = 0; head < num_rotated; ++head) {
             T* x = own + head * HEAD_DIM;
             T turned[HEAD_DIM];
-            for (int i = 0; i < HALF; ++i) {
+            int i = 0;
+            // Products of 16-bit numbers are exact: nothing is lost by rounding them before the sum.
+            if (sizeof(T) == 2) {
+                for (; i + LANES <= HALF; i += LANES) {
+                    const Floats a = load(x + i), b = load(x + i + HALF);
+                    store(turned + i, a * load(c + i));
+                    store(turned + i + HALF, b * load(c + i + HALF));
+                    store(turned + i, load(turned + i) + b * load(s + i));
+                    store(turned + i + HALF, load(turned + i + HALF) + a * load(s + i + HALF));
+                }
+            }
+            for (; i < HALF; ++i) {
                 const float a = widen(x[i]), b = widen(x[i + HALF]);
                 turned[i] = narrow<T>(__builtin_fmaf(b, widen(s[i]), widen(narrow<T>(a * widen(c[i])))));
                 turned[i + HALF] = narrow<T>(__builtin_fmaf(a, widen(s[i + HALF]), widen(narrow<T>(b * widen(c[i + HALF])))));
