@@ -10,6 +10,7 @@ import select
 import statistics
 import time
 from multiprocessing.connection import Connection
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,7 +53,7 @@ def measure_transfer(task: Task) -> list[Figure]:
     ]
 
 
-def _receive(pipe: Connection) -> object:
+def _receive(pipe: Connection) -> Any:
     if not pipe.poll(_ANSWER_S):
         raise RuntimeError("a process of the transfer does not answer")
     answer = pipe.recv()
@@ -125,12 +126,12 @@ def _until(transport: Transport, events: list[TransportEvent], timeout_s: float,
     raise RuntimeError(f"nothing within {timeout_s:g} s; last {events[-1:]}")
 
 
-def _wait_for_message(transport: Transport, pipe: Connection) -> object:
+def _wait_for_message(transport: Transport, pipe: Connection) -> Any:
     """Drives the transport meanwhile: its peer may need it to."""
     deadline = time.monotonic() + _ANSWER_S + 60
     while not pipe.poll():
         if time.monotonic() > deadline:
             raise RuntimeError("no further word")
         if not transport.progress() and transport.arm():
-            select.select([pipe, *transport.wait_fds()], [], [], 0.2)
+            select.select([pipe.fileno(), *transport.wait_fds()], [], [], 0.2)
     return pipe.recv()
