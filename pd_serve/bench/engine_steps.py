@@ -10,6 +10,8 @@ from pd_serve.protocol.sampling import SamplingParams
 
 _GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 _SEED = 0
+_FIRST_ID, _NUM_IDS = 5, 32
+"""Token ids that every vocabulary has; which ones they are does not change the work."""
 
 
 def decode_batch(batch: int, context: int, block_size: int) -> Batch:
@@ -19,14 +21,17 @@ def decode_batch(batch: int, context: int, block_size: int) -> Batch:
     random.Random(_SEED).shuffle(blocks)
     spec = SampleSpec(_GREEDY, context, 1)
     tables = [tuple(blocks[index * count : (index + 1) * count]) for index in range(batch)]
-    entries = (BatchEntry(AttemptId(index), Phase.DECODE, (index + 5,), context - 1, table, spec) for index, table in enumerate(tables))
+    entries = (
+        BatchEntry(AttemptId(index), Phase.DECODE, (_FIRST_ID + index % _NUM_IDS,), context - 1, table, spec)
+        for index, table in enumerate(tables)
+    )
     return Batch(0, tuple(entries))
 
 
 def prefill_batches(length: int, chunk: int, block_size: int) -> list[Batch]:
     """A prompt of `length` random tokens, `chunk` of them per step, the last one sampled."""
     rng = random.Random(_SEED)
-    tokens = tuple(rng.randrange(5, 1000) for _ in range(length))
+    tokens = tuple(rng.randrange(_FIRST_ID, _FIRST_ID + _NUM_IDS) for _ in range(length))
     table = tuple(range(-(-length // block_size)))
     batches = []
     for start in range(0, length, chunk):
