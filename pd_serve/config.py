@@ -53,7 +53,7 @@ class EngineConfig(Section):
     prefill_chunk: int = Field(0, ge=0, description="Longest prefill chunk in tokens; 0: as the budget allows")
     cpu_ops: Literal["auto", "off", "on"] = Field(
         "auto",
-        description="Compiled operators for decode on a CPU; auto: built once, in seconds, where there is a C++ compiler; on: an error without",
+        description="Compiled operators for decode on a CPU; auto: built once, in seconds, where a C++ compiler is; on: an error without",
     )
     warm_up_s: float = Field(
         2.0, ge=0, description="Seconds at start in which the usual sizes of steps are computed once, lest the first requests wait for it"
