@@ -114,9 +114,9 @@ def _round(options: EngineOptions, arms: dict[str, _Arm], *, is_warm_up: bool, b
     for length in options.prefill:
         for arm in arms.values():
             chunk = options.settings.engine.max_batch_tokens
-            seconds = sum(_timed(arm.runner, batch) for batch in prefill_batches(length, chunk, arm.runner.cache.layout.block_size))
+            whole = sum(_timed(arm.runner, batch) for batch in prefill_batches(length, chunk, arm.runner.cache.layout.block_size))
             if not is_warm_up:
-                arm.prefill_s.setdefault(length, []).append(seconds)
+                arm.prefill_s.setdefault(length, []).append(whole)
 
 
 def _timed(runner: ModelRunner[Any], batch: Batch) -> float:
