@@ -7,6 +7,11 @@ import time
 PATIENCE_S = 60.0
 """For what takes milliseconds wherever nothing is wrong: only a failing test waits that long."""
 _MOST_OF_A_TURN = 4.0
+_WAKE_UP_S = 10e-6
+"""Processor time of a wake-up where the shares that tests allow to idle things were measured."""
+_DEAREST = 10.0
+_NUM_NAPS = 100
+_NAP_S = 1e-3
 
 
 class Waiting:
@@ -28,3 +33,15 @@ class Waiting:
         self.waited_s += min(now - self._turned_at, self._longest_turn_s)
         self._turned_at = now
         return self.waited_s > self._timeout_s
+
+
+def idle_share(share: float) -> float:
+    """Of a core, that something idle may use here: `share` where a wake-up costs 10 us, more where this machine, now, has dearer ones.
+
+    In a virtual machine that shares its cores a wake-up was seen to cost 35 us. What spins uses a whole core anywhere.
+    """
+    before = time.thread_time()
+    for _ in range(_NUM_NAPS):
+        time.sleep(_NAP_S)
+    price = (time.thread_time() - before) / _NUM_NAPS / _WAKE_UP_S
+    return share * min(max(price, 1.0), _DEAREST)

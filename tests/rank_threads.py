@@ -14,7 +14,7 @@ from pd_serve.protocol.link import Lease
 from pd_serve.protocol.notify import Completed
 from pd_serve.transport.base import PeerJoined, WriteWindow
 from pd_serve.transport.registry import TransportFactory
-from tests.patience import PATIENCE_S
+from tests.patience import PATIENCE_S, idle_share
 from tests.transport_nodes import POOL_NBYTES, ops, pattern, peer_id, settings_for
 from workers.events import AddPeer, FlushDone, FlushThenNotify, OpenWindow, PushPlan, TransportReported, WindowOpened
 from workers.transport_commands import AllocatePool, TransportOutput, TransportReady
@@ -101,6 +101,7 @@ class Pair:
 
 def is_idle(share: float, num_windows: int = 8, window_s: float = 0.4) -> bool:
     """Whether this process uses less than that share of a core in one of some windows of sleep: others may hold a garbage collection."""
+    share = idle_share(share)
     for _ in range(num_windows):
         started, before = time.monotonic(), time.process_time()
         time.sleep(window_s)

@@ -17,7 +17,7 @@ from pd_serve.engine.step_inputs import build_step_inputs
 from pd_serve.errors import ModelError
 from pd_serve.ids import AttemptId
 from tests.accuracy.driver import Way, generate, make_runner
-from tests.accuracy.test_greedy_equals_transformers import _transformers_generate
+from tests.accuracy.test_greedy_equals_transformers import NUM_TOKENS, transformers_generate
 from tests.accuracy.tiny_models import SIZES
 
 MODELS: Mapping[str, Callable[[], PreTrainedModel]] = {
@@ -59,8 +59,8 @@ def test_tokens_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = save_fallback_model(name, tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 211) for _ in range(length)] for length in (1, 17, 65, 130)]
-    expected = _transformers_generate(model, prompts)
-    tokens, _ = generate(make_runner(tmp_path, "float32"), prompts, 64, Way(chunk=50, batch=4, block_seed=2))
+    expected = transformers_generate(model, prompts, NUM_TOKENS)
+    tokens, _ = generate(make_runner(tmp_path, "float32"), prompts, NUM_TOKENS, Way(chunk=50, batch=4, block_seed=2))
     assert tokens == expected
 
 

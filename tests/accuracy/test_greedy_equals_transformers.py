@@ -33,7 +33,7 @@ def test_demo_model_answers_as_transformers_does(demo_folder: Path) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": question}], add_generation_prompt=True)["input_ids"]
         for question in QUESTIONS
     ]
-    expected = _transformers_generate(AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32), prompts, NUM_DEMO_TOKENS)
+    expected = transformers_generate(AutoModelForCausalLM.from_pretrained(demo_folder, dtype=torch.float32), prompts, NUM_DEMO_TOKENS)
     for cpu_ops in ("off", "auto"):
         runner = make_runner(demo_folder, "float32", cpu_ops=cpu_ops)
         tokens, _ = generate(runner, prompts, NUM_DEMO_TOKENS, Way(chunk=48, batch=8, block_seed=1))
@@ -45,12 +45,12 @@ def test_tiny_models_of_each_architecture_agree(name: str, tmp_path: Path) -> No
     model = save_tiny_model(name, tmp_path)
     rng = random.Random(3)
     prompts = [[rng.randrange(3, 211) for _ in range(length)] for length in (1, 2, 17, 64, 65, 130, 300, 33)]
-    expected = _transformers_generate(model, prompts, NUM_TOKENS)
+    expected = transformers_generate(model, prompts, NUM_TOKENS)
     tokens, _ = generate(make_runner(tmp_path, "float32"), prompts, NUM_TOKENS, Way(chunk=50, batch=8, block_seed=2))
     assert tokens == expected
 
 
-def _transformers_generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
+def transformers_generate(model: PreTrainedModel, prompts: Sequence[Sequence[int]], num_tokens: int) -> list[list[int]]:
     """Greedy tokens of each prompt, end-of-sequence ignored; prompts padded on the left into one batch."""
     longest = max(len(prompt) for prompt in prompts)
     padded = torch.tensor([[0] * (longest - len(prompt)) + list(prompt) for prompt in prompts])

@@ -40,8 +40,9 @@ def result(load: MachineLoad = QUIET, itl: float = 0.02, threads: int = 1, kind:
 def test_a_file_gives_the_result_back(tmp_path: Path) -> None:
     path = result_path(tmp_path / "new", "load", "a name/with more")
     assert path.name.startswith("load-a-name-with-more-")
-    write_result(path, result())
-    assert read_result(path) == result()
+    written = result()
+    write_result(path, written)
+    assert read_result(path) == written
 
 
 def test_records_lie_beside_it(tmp_path: Path) -> None:
