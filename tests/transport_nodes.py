@@ -142,6 +142,23 @@ class Nodes:
         pairs = [(node, other.peer) for node in nodes for other in nodes if other is not node]
         self.pump(lambda: all(node.has_joined(peer) for node, peer in pairs), "everybody joins", nodes)
 
+    def join_at_last(self, one: Node, other: Node) -> None:
+        """As their owners do: whoever was refused or lost is added again, until each has joined the other. A machine may stand still longer
+        than a short join lasts.
+        """
+        sides = ((one, other), (other, one))
+        num_ended = {node.peer: -1 for node in (one, other)}
+
+        def both_have_joined() -> bool:
+            for node, their in sides:
+                ended = sum(isinstance(event, PeerLost | PeerRefused) and event.peer == their.peer for event in node.events)
+                if ended > num_ended[node.peer]:
+                    num_ended[node.peer] = ended
+                    node.transport.add_peer(their.peer, their.metadata)
+            return all(node.has_joined(their.peer) for node, their in sides)
+
+        self.pump(both_have_joined, f"{one.peer} and {other.peer} join", [one, other])
+
     def pump(self, until: Callable[[], bool], what: str, nodes: Sequence[Node] | None = None, timeout_s: float = PATIENCE_S) -> None:
         """Progress the nodes in turn until the condition holds; AssertionError naming `what` if it does not in time."""
         deadline = time.monotonic() + timeout_s

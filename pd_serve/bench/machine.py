@@ -52,16 +52,20 @@ class MachineWatch:
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="machine-watch", daemon=True)
         self._windows: list[_Window] = []
+        self._last: _Sample
         self._loadavg = 0.0
 
     def __enter__(self) -> MachineWatch:
         self._loadavg = os.getloadavg()[0]
+        # Here, not in the thread: that may get its first turn when the block is half over.
+        self._last = _sample(self._roots)
         self._thread.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._end.set()
         self._thread.join()
+        self._add_window()
 
     @property
     def load(self) -> MachineLoad:
@@ -85,12 +89,14 @@ class MachineWatch:
         )
 
     def _watch(self) -> None:
-        last = _sample(self._roots)
         while not self._end.wait(self._window_s):
-            now = _sample(self._roots)
-            self._windows.append(_window(last, now))
-            last = now
-        self._windows.append(_window(last, _sample(self._roots)))
+            self._add_window()
+
+    def _add_window(self) -> None:
+        """By the thread, and at the end, when it is over, by the one that watches."""
+        now = _sample(self._roots)
+        self._windows.append(_window(self._last, now))
+        self._last = now
 
 
 def differs(a: MachineLoad, b: MachineLoad, limit_cores: float = LIMIT_CORES) -> str | None:
