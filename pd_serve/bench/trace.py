@@ -8,6 +8,7 @@ them the prompts, can be made smaller: with blocks of 32, a prompt of 6,758 toke
 from __future__ import annotations
 
 import csv
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -71,8 +72,27 @@ def read_trace(path: Path, limit: int = 0, minutes: float = 0.0) -> list[TraceRe
     ]
 
 
-class TracePlans(Sequence[RequestPlan]):
-    """The plans of a trace, each made when it is asked for: prompts of a long trace do not fit into memory together."""
+class _LazyPlans(Sequence[RequestPlan]):
+    """Plans that are each made when they are asked for."""
+
+    @overload
+    def __getitem__(self, index: int) -> RequestPlan: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[RequestPlan]: ...
+    def __getitem__(self, index: int | slice) -> RequestPlan | list[RequestPlan]:
+        if isinstance(index, slice):
+            return [self._plan(place) for place in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        return self._plan(index % len(self))
+
+    @abstractmethod
+    def _plan(self, index: int) -> RequestPlan:
+        """`index` counts from the first and is within the length."""
+
+
+class TracePlans(_LazyPlans):
+    """The plans of a trace: prompts of a long one do not fit into memory together."""
 
     def __init__(self, requests: Sequence[TraceRequest], scaling: Scaling) -> None:
         self._requests = requests
@@ -81,16 +101,7 @@ class TracePlans(Sequence[RequestPlan]):
     def __len__(self) -> int:
         return len(self._requests)
 
-    @overload
-    def __getitem__(self, index: int) -> RequestPlan: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RequestPlan]: ...
-    def __getitem__(self, index: int | slice) -> RequestPlan | list[RequestPlan]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        index %= len(self)
+    def _plan(self, index: int) -> RequestPlan:
         request, scaling = self._requests[index], self._scaling
         num_output = min(request.num_output_tokens, scaling.max_output or request.num_output_tokens)
         prompt = self._prompt(index, request)
@@ -125,7 +136,7 @@ class TracePlans(Sequence[RequestPlan]):
         return tuple(tokens[:length])
 
 
-class SpedUp(Sequence[RequestPlan]):
+class SpedUp(_LazyPlans):
     """The same plans, `speed_up` times as fast."""
 
     def __init__(self, plans: Sequence[RequestPlan], speed_up: float) -> None:
@@ -135,13 +146,7 @@ class SpedUp(Sequence[RequestPlan]):
     def __len__(self) -> int:
         return len(self._plans)
 
-    @overload
-    def __getitem__(self, index: int) -> RequestPlan: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[RequestPlan]: ...
-    def __getitem__(self, index: int | slice) -> RequestPlan | list[RequestPlan]:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
+    def _plan(self, index: int) -> RequestPlan:
         plan = self._plans[index]
         return msgspec.structs.replace(plan, at_s=plan.at_s / self._speed_up)
 

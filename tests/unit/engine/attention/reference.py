@@ -20,6 +20,13 @@ def layer_of(slab: Tensor) -> PlainLayer:
     return PlainLayer(layout, slab.view(num_blocks * num_planes, -1))
 
 
+def slab_and_queries(geometry: AttentionGeometry, num_blocks: int, num_queries: int) -> tuple[Tensor, Tensor]:
+    """Random, the same in every run: a slab of keys and values as `layer_of` takes it, queries [num_queries, num_heads, head_dim]."""
+    torch.manual_seed(0)
+    slab = torch.randn(num_blocks, 2, geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
+    return slab, torch.randn(num_queries, geometry.num_heads, geometry.head_dim)
+
+
 def attend(queries: Tensor, slab: Tensor, spans: Sequence[QuerySpan], geometry: AttentionGeometry, rule: LayerRule = EVERYTHING) -> Tensor:
     out = torch.empty(queries.shape, dtype=torch.float64)
     group = geometry.num_heads // geometry.num_kv_heads

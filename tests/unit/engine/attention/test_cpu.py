@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from pd_serve.engine.attention.base import AttentionGeometry, LayerRule
 from pd_serve.engine.attention.cpu import CpuAttention
 from pd_serve.engine.batch import Phase
-from tests.unit.engine.attention.reference import attend, layer_of, scattered_spans
+from tests.unit.engine.attention.reference import attend, layer_of, scattered_spans, slab_and_queries
 
 P, D = Phase.PREFILL, Phase.DECODE
 NUM_BLOCKS = 200
@@ -26,18 +25,12 @@ MIXES = {
 }
 
 
-def _slab_and_queries(geometry: AttentionGeometry, num_queries: int) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    slab = torch.randn(NUM_BLOCKS, 2, geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
-    return slab, torch.randn(num_queries, geometry.num_heads, geometry.head_dim)
-
-
 @pytest.mark.parametrize("name", sorted(MIXES))
 @pytest.mark.parametrize(("num_heads", "num_kv_heads", "block_size"), [(4, 2, 16), (3, 3, 7), (6, 1, 100)])
 def test_equals_the_definition(name: str, num_heads: int, num_kv_heads: int, block_size: int) -> None:
     geometry = AttentionGeometry(num_heads, num_kv_heads, 8, block_size, 256)
     spans = scattered_spans(MIXES[name], block_size, NUM_BLOCKS)
-    slab, queries = _slab_and_queries(geometry, sum(span.num_queries for span in spans))
+    slab, queries = slab_and_queries(geometry, NUM_BLOCKS, sum(span.num_queries for span in spans))
     backend = CpuAttention(geometry, torch.float32)
     out = backend.attend(queries, layer_of(slab), backend.plan(spans))
     torch.testing.assert_close(out.double(), attend(queries, slab, spans, geometry), rtol=1e-4, atol=1e-5)
@@ -46,7 +39,7 @@ def test_equals_the_definition(name: str, num_heads: int, num_kv_heads: int, blo
 def test_what_lies_beyond_a_sequence_has_no_influence() -> None:
     geometry = AttentionGeometry(4, 2, 8, 16, 256)
     spans = scattered_spans([(D, 20, 1), (P, 30, 10)], 16, NUM_BLOCKS)
-    slab, queries = _slab_and_queries(geometry, 11)
+    slab, queries = slab_and_queries(geometry, NUM_BLOCKS, 11)
     backend = CpuAttention(geometry, torch.float32)
     expected = backend.attend(queries, layer_of(slab), backend.plan(spans))
     poisoned = torch.full_like(slab, float("nan"))
@@ -62,7 +55,7 @@ def test_a_small_step_after_a_large_one_reuses_the_buffer() -> None:
     backend = CpuAttention(geometry, torch.float32)
     for shapes in ([(P, 0, 200)], [(D, 5, 1)], [(P, 0, 10), (D, 250, 1)][::-1]):
         spans = scattered_spans(shapes, 16, NUM_BLOCKS)
-        slab, queries = _slab_and_queries(geometry, sum(span.num_queries for span in spans))
+        slab, queries = slab_and_queries(geometry, NUM_BLOCKS, sum(span.num_queries for span in spans))
         out = backend.attend(queries, layer_of(slab), backend.plan(spans))
         torch.testing.assert_close(out.double(), attend(queries, slab, spans, geometry), rtol=1e-4, atol=1e-5)
 
@@ -72,7 +65,7 @@ def test_a_small_step_after_a_large_one_reuses_the_buffer() -> None:
 def test_a_window_hides_older_keys(name: str, window: int) -> None:
     geometry = AttentionGeometry(4, 2, 8, 16, 256, windows=(0, window))
     spans = scattered_spans(MIXES[name], 16, NUM_BLOCKS)
-    slab, queries = _slab_and_queries(geometry, sum(span.num_queries for span in spans))
+    slab, queries = slab_and_queries(geometry, NUM_BLOCKS, sum(span.num_queries for span in spans))
     backend = CpuAttention(geometry, torch.float32)
     plan = backend.plan(spans)
     for rule in (LayerRule(window), LayerRule()):
@@ -85,7 +78,7 @@ def test_a_window_hides_older_keys(name: str, window: int) -> None:
 def test_scores_are_capped_and_sinks_take_their_share(name: str, softcap: float, has_sinks: bool) -> None:
     geometry = AttentionGeometry(4, 2, 8, 16, 256, query_scale=0.7, softcap=softcap, windows=(0, 70), has_sinks=has_sinks)
     spans = scattered_spans(MIXES[name], 16, NUM_BLOCKS)
-    slab, queries = _slab_and_queries(geometry, sum(span.num_queries for span in spans))
+    slab, queries = slab_and_queries(geometry, NUM_BLOCKS, sum(span.num_queries for span in spans))
     backend = CpuAttention(geometry, torch.float32)
     plan = backend.plan(spans)
     for window in geometry.windows:
@@ -98,7 +91,7 @@ def test_scores_are_capped_and_sinks_take_their_share(name: str, softcap: float,
 def test_a_windows_result_does_not_depend_on_company_or_chunk(softcap: float) -> None:
     geometry = AttentionGeometry(4, 2, 8, 16, 256, softcap=softcap, windows=(40,))
     rule, backend = LayerRule(40), CpuAttention(geometry, torch.float32)
-    slab, queries = _slab_and_queries(geometry, 133)
+    slab, queries = slab_and_queries(geometry, NUM_BLOCKS, 133)
     together = scattered_spans([(D, 130, 1), (D, 150, 1), (P, 0, 131)], 16, NUM_BLOCKS)
     expected = backend.attend(queries, layer_of(slab), backend.plan(together), rule)
     for index, first, count in ((0, 0, 1), (1, 0, 1), (2, 0, 131), (2, 70, 7), (2, 130, 1)):

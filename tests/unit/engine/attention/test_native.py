@@ -4,13 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
 from pd_serve.engine.attention.base import AttentionGeometry, LayerRule
 from pd_serve.engine.attention.cpu import CpuAttention
 from pd_serve.engine.attention.native import NativeAttention
 from pd_serve.engine.batch import Phase
-from tests.unit.engine.attention.reference import attend, layer_of, scattered_spans
+from tests.unit.engine.attention.reference import attend, layer_of, scattered_spans, slab_and_queries
 from tests.unit.engine.native.compiled import operators
 
 P, D = Phase.PREFILL, Phase.DECODE
@@ -24,12 +23,6 @@ MIXES = {
 }
 
 
-def _slab_and_queries(geometry: AttentionGeometry, num_queries: int) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(0)
-    slab = torch.randn(NUM_BLOCKS, 2, geometry.block_size, geometry.num_kv_heads, geometry.head_dim)
-    return slab, torch.randn(num_queries, geometry.num_heads, geometry.head_dim)
-
-
 def _backend(geometry: AttentionGeometry) -> NativeAttention:
     return NativeAttention(geometry, operators(geometry.head_dim, torch.float32))
 
@@ -40,7 +33,7 @@ def _backend(geometry: AttentionGeometry) -> NativeAttention:
 def test_equals_the_definition(name: str, num_heads: int, num_kv_heads: int, block_size: int, window: int) -> None:
     geometry = AttentionGeometry(num_heads, num_kv_heads, 32, block_size, 256, windows=(window,))
     spans = scattered_spans(MIXES[name], block_size, NUM_BLOCKS)
-    slab, queries = _slab_and_queries(geometry, sum(span.num_queries for span in spans))
+    slab, queries = slab_and_queries(geometry, NUM_BLOCKS, sum(span.num_queries for span in spans))
     backend, rule = _backend(geometry), LayerRule(window)
     out = backend.attend(queries, layer_of(slab), backend.plan(spans), rule)
     torch.testing.assert_close(out.double(), attend(queries, slab, spans, geometry, rule), rtol=1e-4, atol=1e-5)
@@ -49,7 +42,7 @@ def test_equals_the_definition(name: str, num_heads: int, num_kv_heads: int, blo
 def test_what_lies_beyond_a_sequence_has_no_influence_and_what_lies_in_it_has() -> None:
     geometry = AttentionGeometry(4, 2, 32, 16, 256)
     spans = scattered_spans([(D, 20, 1), (P, 30, 10)], 16, NUM_BLOCKS)
-    slab, queries = _slab_and_queries(geometry, 11)
+    slab, queries = slab_and_queries(geometry, NUM_BLOCKS, 11)
     backend = _backend(geometry)
     expected = backend.attend(queries, layer_of(slab), backend.plan(spans))
     poisoned = torch.full_like(slab, float("nan"))
@@ -66,7 +59,7 @@ def test_what_lies_beyond_a_sequence_has_no_influence_and_what_lies_in_it_has() 
 def test_a_result_does_not_depend_on_company_or_order_of_heads(window: int) -> None:
     geometry = AttentionGeometry(6, 2, 32, 16, 256, windows=(window,))
     rule, backend = LayerRule(window), _backend(geometry)
-    slab, queries = _slab_and_queries(geometry, 4)
+    slab, queries = slab_and_queries(geometry, NUM_BLOCKS, 4)
     together = scattered_spans([(D, 17, 1), (D, 130, 1), (D, 150, 1), (D, 255, 1)], 16, NUM_BLOCKS)
     expected = backend.attend(queries, layer_of(slab), backend.plan(together), rule)
     for index, span in enumerate(together):
@@ -80,7 +73,7 @@ def test_a_result_does_not_depend_on_company_or_order_of_heads(window: int) -> N
 def test_prompts_go_the_way_they_go_without_compiled_operators() -> None:
     geometry = AttentionGeometry(4, 2, 32, 16, 256)
     spans = scattered_spans([(D, 20, 1), (P, 0, 70)], 16, NUM_BLOCKS)
-    slab, queries = _slab_and_queries(geometry, 71)
+    slab, queries = slab_and_queries(geometry, NUM_BLOCKS, 71)
     outs = [
         backend.attend(queries, layer_of(slab), backend.plan(spans))
         for backend in (_backend(geometry), CpuAttention(geometry, torch.float32))
