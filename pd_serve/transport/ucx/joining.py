@@ -240,6 +240,20 @@ class Joining:
         node.send_join(peer, answer)
         if is_news and peer.phase is Phase.JOINING and peer.handshake.answer is None:
             node.send_join(peer, peer.handshake.hello)  # the earlier one came before this side was added there
+        elif peer.phase is Phase.PROBING and hello.nonce == self._answer(peer).nonce:
+            self._ask_again(peer)
+
+    def _ask_again(self, peer: Peer) -> None:
+        """It is not as far as this side, so it may have another connection, and what it answered over the former one may be lost.
+
+        UCX pairs a new connection with the half that an earlier try left: the handshake passes, what follows is lost until that is noticed.
+        """
+        if peer.bandwidth > 0.0:
+            self._ping(peer)
+            return
+        self.renew(peer, "answers to the probe were lost")
+        peer.num_endpoints += 1  # messages of the probe are counted from one again
+        self._advance(peer)
 
     def _on_answer(self, answer: Answer, peer: Peer) -> None:
         if peer.handshake.on_answer(answer):
