@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import ctypes
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from pd_serve.ids import Epoch
+from pd_serve.ids import Epoch, LeaseId
 from pd_serve.transport.ucx.messages import MAX_PIECES, PROBE_LEASE, FlushReply, FlushRequest, encode_data_header
 from pd_serve.transport.ucx.pinned import Staging
 from pd_serve.transport.ucx.seam import IN_PROGRESS, Channel, Endpoint, Request
-from pd_serve.transport.ucx.writer import MAX_PIECE_NBYTES, Completion, Pieces, cut
+from pd_serve.transport.ucx.writer import MAX_PIECE_NBYTES, Completion, Pieces, cut, whole
 
 PACK_NBYTES = 256 * 1024
 """Pieces are gathered into one message up to this size; a piece at least half as large travels alone, uncopied. No message is longer than
@@ -41,6 +41,20 @@ class Source(NamedTuple):
     """What the pool's bytes pass through where it cannot; the writer's own. None: they are sent from where they lie."""
 
 
+class _Columns(NamedTuple):
+    """Pieces as lists, none longer than a message."""
+
+    lease_id: LeaseId
+    epoch: Epoch
+    local: Sequence[int]
+    remote: Sequence[int]
+    sizes: Sequence[int]
+
+    @staticmethod
+    def of(pieces: Pieces) -> _Columns:
+        return _Columns(pieces.lease_id, pieces.epoch, *cut(pieces).columns())
+
+
 class CheckedWriter:
     def __init__(
         self,
@@ -55,7 +69,7 @@ class CheckedWriter:
         self._stream = stream
         self._source = source
         self._send = send
-        self._queue: deque[Pieces | int] = deque()
+        self._queue: deque[_Columns | int] = deque()
         self._position = 0
         self._inflight: deque[tuple[Request, int, object]] = deque()
         """Third: what has to live until then; an int is a slot of staging."""
@@ -70,11 +84,11 @@ class CheckedWriter:
         self.num_writes = 0
 
     def write(self, pieces: Pieces) -> None:
-        if pieces.sizes:
-            self._queue.append(cut(pieces))
+        if len(pieces.ops):
+            self._queue.append(_Columns.of(pieces))
 
     def probe(self, nbytes: int) -> None:
-        self._queue.append(cut(Pieces(PROBE_LEASE, Epoch(0), [0], [0], [nbytes])))
+        self._queue.append(_Columns.of(whole(PROBE_LEASE, nbytes)))
 
     def flush(self, token: int) -> None:
         self._queue.append(token)
@@ -83,7 +97,7 @@ class CheckedWriter:
         moved = self._reap()
         while self._queue and self._inflight_nbytes < MAX_INFLIGHT_NBYTES and self._endpoint.failure is None:
             head = self._queue[0]
-            if isinstance(head, Pieces):
+            if isinstance(head, _Columns):
                 if not self._send_some(head):
                     break
             else:
@@ -136,7 +150,7 @@ class CheckedWriter:
         elif isinstance(kept, int) and self._source.staging is not None:
             self._source.staging.give_back(kept)
 
-    def _send_some(self, pieces: Pieces) -> bool:
+    def _send_some(self, pieces: _Columns) -> bool:
         """Send the next message of the head of the queue. False: its staging is full of messages that are on their way."""
         first = self._position
         staged = self._source.staging if pieces.lease_id != PROBE_LEASE else None

@@ -5,7 +5,11 @@ from __future__ import annotations
 import ctypes
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
+
 from pd_serve.errors import TransportError, TransportUnavailableError
+from pd_serve.transport.native.ranges import range_copy
 from pd_serve.transport.ucx.pinned import PinnedStaging, Staging
 
 
@@ -13,8 +17,8 @@ class Copier(Protocol):
     can_gather: bool
     """The pool can be read by this process's CPU, so several small pieces may be packed into one message."""
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        """From host memory at `source` into the pool at `target`; done when it returns."""
+    def copy(self, target: int, source: int, ranges: NDArray[np.int64]) -> None:
+        """From host memory at `source` into the pool at `target`; done when it returns. `ranges` as of RangeCopy."""
         ...
 
     def open_staging(self, num_slots: int, slot_nbytes: int) -> Staging | None:
@@ -25,8 +29,11 @@ class Copier(Protocol):
 class HostCopier:
     can_gather = True
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        ctypes.memmove(target, source, nbytes)
+    def __init__(self) -> None:
+        self._copy = range_copy()
+
+    def copy(self, target: int, source: int, ranges: NDArray[np.int64]) -> None:
+        self._copy(target, source, ranges)
 
     def open_staging(self, num_slots: int, slot_nbytes: int) -> Staging | None:
         return None
@@ -49,8 +56,9 @@ class CudaCopier:
         self._check(self._cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device), "cuDevicePrimaryCtxRetain")
         self._check(self._cuda.cuCtxSetCurrent(context), "cuCtxSetCurrent")
 
-    def copy(self, target: int, source: int, nbytes: int) -> None:
-        self._check(self._cuda.cuMemcpyHtoD_v2(target, source, nbytes), "cuMemcpyHtoD")
+    def copy(self, target: int, source: int, ranges: NDArray[np.int64]) -> None:
+        for start, to, nbytes in ranges.tolist():
+            self._check(self._cuda.cuMemcpyHtoD_v2(target + to, source + start, nbytes), "cuMemcpyHtoD")
 
     def open_staging(self, num_slots: int, slot_nbytes: int) -> Staging | None:
         return PinnedStaging(self._cuda, num_slots, slot_nbytes)

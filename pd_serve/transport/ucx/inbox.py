@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections import deque
 
+import numpy as np
+
 from pd_serve.errors import ProtocolError
 from pd_serve.transport.ucx.messages import PROBE_LEASE, TOKEN_NBYTES, DataHeader, decode_data_header
 from pd_serve.transport.ucx.peer import Node, Peer, Phase
@@ -73,7 +75,8 @@ class Inbox:
             if verdict is not Verdict.ALLOWED:
                 return verdict
             base, copy = pool.region.address, pool.copier.copy
-        for offset, nbytes in data.pieces.tolist():
-            copy(base + offset, address, nbytes)
-            address += nbytes
+        ranges = np.zeros((len(offsets), 3), np.int64)
+        ranges[:, 1:] = data.pieces
+        np.cumsum(lengths[:-1], out=ranges[1:, 0])
+        copy(base, address, ranges)
         return Verdict.ALLOWED

@@ -1,6 +1,6 @@
 """The binding to libucp through ctypes: the PyPI libucx wheel, or the system's UCX (RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY=true).
 
-Interpreter lock: every call releases it, except puts of at most LOCKED_NBYTES (writer.py): on shared memory such a put is a copy of a few
+Interpreter lock: every call releases it, except puts of at most LOCKED_NBYTES: on shared memory such a put is a copy of a few
 microseconds made inside the call. Data of queued lanes moves inside `progress`, which releases the lock; message handlers take it back.
 """
 
@@ -13,9 +13,9 @@ from ctypes import byref, c_int, c_size_t, c_uint, c_void_p
 from importlib import import_module
 
 from pd_serve.errors import TransportError, TransportUnavailableError
+from pd_serve.transport.native.ranges import LOCKED_NBYTES
 from pd_serve.transport.ucx import libucp_abi as abi
 from pd_serve.transport.ucx import seam
-from pd_serve.transport.ucx.writer import LOCKED_NBYTES
 
 MIN_VERSION = (1, 18)
 

@@ -1,7 +1,7 @@
 """Writing into a peer's memory that this process sees as its own: shared memory, which UCX maps with the peer's key.
 
-UCX's put there is a copy made inside the call, and calling it from Python costs as much again as copying a block. Here each piece is one
-slice assignment between two memoryviews. The flush stays UCX's: it puts a fence behind the stores, and what counts as delivered is for
+UCX's put there is a copy made inside the call, and calling it from Python costs as much again as copying a block. Here all pieces of a
+batch are one call (native/ranges.py). The flush stays UCX's: it puts a fence behind the stores, and what counts as delivered is for
 one_sided.py to say.
 
 A page that is written for the first time through a mapping costs several times its copy, so a mapping is populated before it is needed
@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Sequence
 
-from pd_serve.transport.ucx.writer import LOCKED_NBYTES
+import numpy as np
+from numpy.typing import NDArray
+
+from pd_serve.transport.native.ranges import range_copy
 
 POPULATE_NBYTES = 2 * 1024 * 1024
 """At a time: about a quarter of a millisecond."""
@@ -25,35 +27,30 @@ _MADV_POPULATE_WRITE = 23
 class MappedMemory:
     """The peer's memory beside this process's own. Must not be used after the key that it was mapped with is closed."""
 
-    __slots__ = ("_num_populated", "_source", "_source_address", "_target", "_target_address")
+    __slots__ = ("_copy", "_num_populated", "_source_address", "_target_address", "_target_nbytes")
 
     def __init__(self, source_address: int, source_nbytes: int, target_address: int, target_nbytes: int) -> None:
         self._source_address = source_address
         self._target_address = target_address
-        self._source = _view(source_address, source_nbytes)
-        self._target = _view(target_address, target_nbytes)
+        self._target_nbytes = target_nbytes
         self._num_populated = 0
+        self._copy = range_copy()
 
-    def write(self, local: Sequence[int], remote: Sequence[int], sizes: Sequence[int]) -> None:
-        """Copy the pieces: offsets from the beginning of each side, lengths in bytes. Precondition: all lie inside (check_bounds)."""
-        source, target = self._source, self._target
-        for start, to, nbytes in zip(local, remote, sizes, strict=True):
-            if nbytes <= LOCKED_NBYTES:
-                target[to : to + nbytes] = source[start : start + nbytes]
-            else:
-                ctypes.memmove(self._target_address + to, self._source_address + start, nbytes)
+    def write(self, ops: NDArray[np.int64]) -> None:
+        """Copy the pieces, as in Pieces. Precondition: all lie inside (check_bounds)."""
+        self._copy(self._target_address, self._source_address, ops)
 
     @property
     def is_populated(self) -> bool:
-        return self._num_populated >= len(self._target)
+        return self._num_populated >= self._target_nbytes
 
     def populate(self) -> None:
         """The next POPULATE_NBYTES of the peer's memory."""
         start = self._num_populated
-        nbytes = min(POPULATE_NBYTES, len(self._target) - start)
+        nbytes = min(POPULATE_NBYTES, self._target_nbytes - start)
         self._num_populated += nbytes
         if not populate(self._target_address + start, nbytes):
-            self._num_populated = len(self._target)
+            self._num_populated = self._target_nbytes
 
 
 def populate(address: int, nbytes: int) -> bool:
@@ -63,7 +60,3 @@ def populate(address: int, nbytes: int) -> bool:
     libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     result: int = libc.madvise(start, address + nbytes - start, _MADV_POPULATE_WRITE)
     return result == 0
-
-
-def _view(address: int, nbytes: int) -> memoryview:
-    return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")

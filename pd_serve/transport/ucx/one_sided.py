@@ -12,15 +12,19 @@ RDMA puts are queued by UCX; at most MAX_UNFLUSHED_PUTS are out before a flush h
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from pd_serve.ids import Epoch
+import numpy as np
+from numpy.typing import NDArray
+
 from pd_serve.transport.ucx.mapped import MappedMemory
 from pd_serve.transport.ucx.messages import PROBE_LEASE
 from pd_serve.transport.ucx.seam import IN_PROGRESS, OK, Endpoint, Memory, RemoteKey, Request
-from pd_serve.transport.ucx.writer import Completion, Pieces, cut
+from pd_serve.transport.ucx.writer import MAX_PIECE_NBYTES, Completion, Pieces, cut, whole
 
 MAX_PUMP_NBYTES = 4 * 1024 * 1024
+MAX_COPY_NBYTES = 1024 * 1024
+"""Of one piece that is copied here."""
 MAX_UNFLUSHED_PUTS = 8192
 
 
@@ -46,7 +50,7 @@ class OneSidedWriter:
         self._pool = pool
         self._scratch = scratch
         self._is_alive = is_alive
-        self._queue: deque[tuple[Side, Pieces] | int] = deque()
+        self._queue: deque[tuple[Side, NDArray[np.int64]] | int] = deque()
         self._flushes: deque[tuple[int | None, Request, int]] = deque()
         self._num_unflushed = 0
         self._num_issued = 0
@@ -57,10 +61,11 @@ class OneSidedWriter:
         self.num_writes = 0
 
     def write(self, pieces: Pieces) -> None:
-        self._queue.append((self._pool, cut(pieces)))
+        limit = MAX_PIECE_NBYTES if self._pool.mapped is None else MAX_COPY_NBYTES
+        self._queue.append((self._pool, cut(pieces, limit).ops))
 
     def probe(self, nbytes: int) -> None:
-        self._queue.append((self._scratch, cut(Pieces(PROBE_LEASE, Epoch(0), [0], [0], [nbytes]), 64 * 1024)))
+        self._queue.append((self._scratch, cut(whole(PROBE_LEASE, nbytes), 64 * 1024).ops))
 
     def flush(self, token: int) -> None:
         self._queue.append(token)
@@ -111,29 +116,27 @@ class OneSidedWriter:
         self._pool.key.close()
         self._scratch.key.close()
 
-    def _issue(self, side: Side, pieces: Pieces, budget: int) -> int:
+    def _issue(self, side: Side, ops: NDArray[np.int64], budget: int) -> int:
         """Issue a prefix of the pieces; the rest goes back to the front of the queue. Returns the bytes issued."""
-        count, nbytes = len(pieces.sizes), sum(pieces.sizes)
-        rest: Pieces | None = None
+        count, nbytes = len(ops), int(ops[:, 2].sum())
         if nbytes > budget or count > MAX_UNFLUSHED_PUTS:
-            count, nbytes = _prefix(pieces.sizes, budget)
-            rest = Pieces(pieces.lease_id, pieces.epoch, pieces.local[count:], pieces.remote[count:], pieces.sizes[count:])
-            pieces = Pieces(pieces.lease_id, pieces.epoch, pieces.local[:count], pieces.remote[:count], pieces.sizes[:count])
+            count, nbytes = _prefix(ops[:, 2], budget)
+            if count < len(ops):
+                self._queue.appendleft((side, ops[count:]))
+            ops = ops[:count]
         if side.mapped is None:
-            self._put(side, pieces)
+            self._put(side, ops)
         elif self._endpoint.failure is None:
-            side.mapped.write(pieces.local, pieces.remote, pieces.sizes)
+            side.mapped.write(ops)
         if side is self._pool:
             self.num_bytes += nbytes
             self.num_writes += count
-        if rest is not None and rest.sizes:
-            self._queue.appendleft((side, rest))
         return nbytes
 
-    def _put(self, side: Side, pieces: Pieces) -> None:
-        local = [side.local_base + offset for offset in pieces.local]
-        remote = [side.remote_base + offset for offset in pieces.remote]
-        num_queued = self._endpoint.put(local, remote, pieces.sizes, side.key, side.memory)
+    def _put(self, side: Side, ops: NDArray[np.int64]) -> None:
+        local, remote, sizes = ops.T.tolist()
+        sources, targets = [side.local_base + offset for offset in local], [side.remote_base + offset for offset in remote]
+        num_queued = self._endpoint.put(sources, targets, sizes, side.key, side.memory)
         self._num_unflushed += num_queued
         self._num_issued += num_queued
 
@@ -162,12 +165,8 @@ class OneSidedWriter:
         return moved
 
 
-def _prefix(sizes: Sequence[int], budget: int) -> tuple[int, int]:
+def _prefix(sizes: NDArray[np.int64], budget: int) -> tuple[int, int]:
     """(pieces, bytes) of the shortest prefix that uses the budget up, of at most MAX_UNFLUSHED_PUTS pieces."""
-    count, nbytes = 0, 0
-    for size in sizes:
-        if nbytes >= budget or count >= MAX_UNFLUSHED_PUTS:
-            break
-        nbytes += size
-        count += 1
-    return count, nbytes
+    sums = np.cumsum(sizes[:MAX_UNFLUSHED_PUTS])
+    count = min(int(np.searchsorted(sums, budget)) + 1, len(sums))
+    return count, int(sums[count - 1])

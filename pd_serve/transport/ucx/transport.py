@@ -19,6 +19,8 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
+
 from pd_serve.clock import Clock, MonotonicClock
 from pd_serve.errors import OutOfBoundsError, TransportError
 from pd_serve.ids import LeaseId, PeerId
@@ -138,14 +140,14 @@ class UcxTransport:
         is_joined = peer is not None and peer.phase is Phase.JOINED
         answer = peer.handshake.answer if peer is not None else None
         local_nbytes = node.pool.region.nbytes
-        if check_bounds(batch.ops, local_nbytes, answer.pool.nbytes if is_joined and answer is not None else UNKNOWN_NBYTES) == 0:
+        ops = np.array(batch.ops, order="C")  # this thread's own: what was checked must not change
+        if check_bounds(ops, local_nbytes, answer.pool.nbytes if is_joined and answer is not None else UNKNOWN_NBYTES) == 0:
             return
         if peer is None or peer.writer is None or not is_joined:
             self._sessions.drop_write(batch.peer)
             return
-        local, remote, sizes = batch.ops.T.tolist()
         peer.is_dirty = True
-        peer.writer.write(Pieces(batch.lease_id, batch.epoch, local, remote, sizes))
+        peer.writer.write(Pieces(batch.lease_id, batch.epoch, ops))
         self._sessions.pump(peer)
 
     def flush(self, peer: PeerId, token: int) -> None:

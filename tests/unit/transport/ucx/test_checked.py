@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable
 
+import numpy as np
 import pytest
 
 from pd_serve.ids import Epoch, LeaseId
@@ -34,8 +35,7 @@ class Bench:
         self.writer = CheckedWriter(self.endpoint, b"t" * TOKEN_NBYTES, 1, source, self.requests.append)
 
     def write(self, *rows: tuple[int, int, int]) -> None:
-        local, remote, sizes = zip(*rows, strict=True)
-        self.writer.write(Pieces(LeaseId(4), Epoch(5), local, remote, sizes))
+        self.writer.write(Pieces(LeaseId(4), Epoch(5), np.array(rows, np.int64)))
         self.writer.pump()
 
     def landed(self) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import pytest
 
 from pd_serve.ids import Epoch, LeaseId
@@ -42,7 +43,7 @@ def writer_to(endpoint: FakeEndpoint, kind: type[CheckedWriter] = CheckedWriter)
 
 
 def write(writer: CheckedWriter) -> None:
-    writer.write(Pieces(LeaseId(1), Epoch(1), (0, 64), (0, 128), (8, 8)))
+    writer.write(Pieces(LeaseId(1), Epoch(1), np.array([[0, 0, 8], [64, 128, 8]])))
     writer.pump()
 
 

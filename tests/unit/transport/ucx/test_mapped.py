@@ -8,10 +8,11 @@ import mmap
 import numpy as np
 import pytest
 
+from pd_serve.transport.native.ranges import LOCKED_NBYTES
 from pd_serve.transport.ucx.mapped import POPULATE_NBYTES, MappedMemory, populate
 from pd_serve.transport.ucx.one_sided import OneSidedWriter, Side
 from pd_serve.transport.ucx.seam import OK
-from pd_serve.transport.ucx.writer import LOCKED_NBYTES, Completion
+from pd_serve.transport.ucx.writer import Completion
 from tests.unit.transport.ucx.fake_endpoint import FakeEndpoint, FakeKey
 from tests.unit.transport.ucx.test_one_sided import pieces
 
@@ -35,7 +36,7 @@ class Memories:
 def test_pieces_short_and_long_land_where_they_belong_and_nowhere_else() -> None:
     memories = Memories()
     rows = ((0, 8, 24), (64, 4096, 0), (128, 1 << 16, LOCKED_NBYTES), (5, 1 << 17, LOCKED_NBYTES + 1))
-    memories.mapped.write(*zip(*rows, strict=True))
+    memories.mapped.write(np.array(rows, np.int64))
     wanted = np.zeros_like(memories.target)
     for local, remote, nbytes in rows:
         wanted[remote : remote + nbytes] = memories.source[local : local + nbytes]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from pd_serve.ids import Epoch, LeaseId
@@ -16,8 +17,7 @@ def writer(endpoint: FakeEndpoint, is_alive: bool = True) -> OneSidedWriter:
 
 
 def pieces(*rows: tuple[int, int, int]) -> Pieces:
-    local, remote, sizes = zip(*rows, strict=True)
-    return Pieces(LeaseId(1), Epoch(1), local, remote, sizes)
+    return Pieces(LeaseId(1), Epoch(1), np.array(rows, np.int64))
 
 
 class Trusting(OneSidedWriter):

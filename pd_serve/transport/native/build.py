@@ -1,0 +1,65 @@
+"""Compiles ranges.c with the system's C compiler, once per machine, compiler and source, into the user's cache folder.
+
+Called on the transport thread before the first peer joins. About a third of a second, the first time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import shutil
+import subprocess
+from functools import partial
+from pathlib import Path
+
+from pd_serve.errors import TransportUnavailableError
+from pd_serve.model_store.cache import cache_root, prepare_once
+from pd_serve.model_store.progress import ignore_progress
+
+SOURCE = Path(__file__).with_name("ranges.c")
+LIBRARY = "ranges.so"
+_COMPILERS = ("cc", "gcc", "clang")
+_FLAGS = ("-std=c11", "-O3", "-march=native", "-shared", "-fPIC")
+_TIME_LIMIT_S = 30.0
+
+
+def find_compiler() -> Path | None:
+    """What the first of the usual names stands for; None where there is none."""
+    found = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    return Path(found).resolve() if found is not None else None
+
+
+def build_library(compiler: Path, cache_dir: str = "") -> Path:
+    """The shared object; compiled now where the cache has none that fits this processor.
+
+    Raises TransportUnavailableError with the compiler's words where it fails, ModelError where the cache cannot be written, OSError.
+    """
+    folder = cache_root(cache_dir) / "copies" / _key(compiler)
+    return prepare_once(folder, partial(_compile, compiler), ignore_progress) / LIBRARY
+
+
+def _compile(compiler: Path, folder: Path) -> None:
+    command = [str(compiler), *_FLAGS, str(SOURCE), "-o", str(folder / LIBRARY)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIME_LIMIT_S)
+    except subprocess.TimeoutExpired as error:
+        raise TransportUnavailableError(f"{compiler} did not end within {_TIME_LIMIT_S:g} s") from error
+    if done.returncode != 0:
+        raise TransportUnavailableError(f"{compiler} cannot build {SOURCE.name}: {done.stderr.strip()[-1000:]}")
+
+
+def _key(compiler: Path) -> str:
+    """Of everything that the machine code depends on: a home folder may be shared by unlike machines."""
+    state = compiler.stat()
+    parts = (SOURCE.read_text(encoding="utf-8"), *_FLAGS, str(compiler), str(state.st_size), str(state.st_mtime_ns), _processor())
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
+
+
+def _processor() -> str:
+    """What -march=native looks at: model and flags of the first core."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor()
+    named = (line for line in lines if line.startswith(("vendor_id", "cpu family", "model", "stepping", "flags", "Features")))
+    return "\n".join((platform.machine(), *named))
