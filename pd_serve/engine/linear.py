@@ -19,6 +19,7 @@ What oneDNN's kernels do, and the rule that follows (all measured):
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -41,15 +42,28 @@ Apply = Callable[[Tensor, Tensor | None], Tensor]
 """Maps x [num_rows >= 2, num_inputs] and what is fused with the product, [num_rows, num_outputs]."""
 
 
+@dataclass(frozen=True, slots=True)
+class NativeProduct:
+    """By the compiled operator."""
+
+    operators: Operators
+    weight: PackedWeight
+    fusion: Fusion
+
+    def apply(self, x: Tensor, other: Tensor | None) -> Tensor:
+        return self.operators.linear(self.weight, x, other, self.fusion)
+
+
 class Linear:
     """y = x W^T + b, and what is fused with it. Made by LinearFactory."""
 
-    def __init__(self, apply: Apply, prefill_sizes: tuple[int, ...], decode: Apply | None = None) -> None:
-        """`prefill_sizes`: counts of rows that prefill may use, descending, empty: any. `decode`: for decode's rows, any count
+    def __init__(self, apply: Apply, prefill_sizes: tuple[int, ...], native: NativeProduct | None = None) -> None:
+        """`prefill_sizes`: counts of rows that prefill may use, descending, empty: any. `native`: for decode's rows, any count
         of them; None: `apply`, by the rules above."""
+        self.native = native
         self._apply = apply
         self._prefill_sizes = prefill_sizes
-        self._decode = decode
+        self._decode = None if native is None else native.apply
 
     def __call__(self, x: Tensor, num_decode_rows: int, other: Tensor | None = None) -> Tensor:
         """[num_rows, num_inputs] to [num_rows, num_outputs]; the first `num_decode_rows` are decode's, the others prefill's.
@@ -117,7 +131,7 @@ class LinearFactory:
         sizes = self._prefill_sizes(lambda x: apply(x, None), weight, weight.shape[1]) if _counts_matter(weight.dtype) else ()
         return Linear(apply, sizes, self._native(weight, packed, bias, fusion))
 
-    def _native(self, weight: Tensor, packed: Tensor, bias: Tensor | None, fusion: Fusion) -> Apply | None:
+    def _native(self, weight: Tensor, packed: Tensor, bias: Tensor | None, fusion: Fusion) -> NativeProduct | None:
         """The compiled operator for decode's rows, if it can read `packed`."""
         operators, key = self._operators, (weight.shape, weight.dtype)
         if operators is None or not operators.takes(weight):
@@ -126,8 +140,7 @@ class LinearFactory:
             self._readable[key] = operators.can_read(weight, packed)
         if not self._readable[key]:
             return None
-        source = PackedWeight(packed, weight.shape[0], weight.shape[1], bias)
-        return lambda x, other: operators.linear(source, x, other, fusion)
+        return NativeProduct(operators, PackedWeight(packed, weight.shape[0], weight.shape[1], bias), fusion)
 
     def make_per_head(self, weight: Tensor) -> Linear:
         """A matrix per head, `weight` [num_heads, num_inputs, num_outputs]: maps [num_rows, num_heads * num_inputs] to

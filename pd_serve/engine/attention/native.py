@@ -54,13 +54,16 @@ class NativeAttention:
         if plan.decode is not None:
             if queries.stride(1) != geometry.head_dim:
                 queries = queries.contiguous()
-            slab = layer.slab
-            if self._pool is None:
-                self._pool = geometry_of(slab, geometry.num_heads, geometry.scale)
-            self._operators.attend(self._pool, plan.decode, queries, slab, out, rule.window)
+            self._operators.attend(self.pool_geometry(layer), plan.decode, queries, layer.slab, out, rule.window)
         if plan.prefill is not None:
             self._prefill.attend_into(out.view(-1, geometry.num_heads, geometry.head_dim), queries, layer, plan.prefill, rule)
         return out
+
+    def pool_geometry(self, layer: KVLayer) -> Geometry:
+        """Every layer's is alike."""
+        if self._pool is None:
+            self._pool = geometry_of(layer.slab, self._geometry.num_heads, self._geometry.scale)
+        return self._pool
 
     def _plan_decode(self, spans: Sequence[QuerySpan]) -> DecodePlan:
         geometry = self._geometry

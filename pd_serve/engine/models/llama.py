@@ -19,14 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pd_serve.engine.attention.base import FULL, AttentionBackend, LayerRule, PlanT
+from pd_serve.engine.attention.native import NativeAttention, NativePlan
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.linear import Linear, LinearFactory
 from pd_serve.engine.model_info import ModelInfo
 from pd_serve.engine.models.glue import glue_for
 from pd_serve.engine.models.mlp import FeedForward
 from pd_serve.engine.models.moe import load_feed_forward
+from pd_serve.engine.models.native_step import NativeStep, layer_parts
 from pd_serve.engine.models.norm import RMSNorm
 from pd_serve.engine.models.rotary import RotaryTable
+from pd_serve.engine.native.decoder import DecoderParts
 from pd_serve.engine.native.operators import Operators
 from pd_serve.engine.parallel import Collective
 from pd_serve.engine.parallel_shares import Share, scaled
@@ -75,6 +78,7 @@ class LlamaModel(Generic[PlanT]):
         self._layers = tuple(_LayerLoader(info, weights, linears, share, index).load() for index in range(info.num_layers))
         self._norm = RMSNorm(weights.get("model.norm.weight", (info.hidden_size,)), info.norm_eps)
         self._head = linears.make(self._head_weight(weights)) if share.is_first else None
+        self._decode = self._native_step(operators)
 
     def forward(self, inputs: StepInputs, cache: PagedCache, plan: PlanT, on_layer: LayerHook | None) -> Tensor:
         """Write the step's keys and values into `cache`; return logits of the sampled rows, [num_sampled, vocab_size], in row order."""
@@ -85,6 +89,10 @@ class LlamaModel(Generic[PlanT]):
         num_rotated = num_heads + self._num_kv_heads
         # What every rank has a part of is summed before it is added.
         is_alone = self._group.num_ranks == 1
+        if self._decode is not None and on_layer is None and isinstance(plan, NativePlan) and plan.prefill is None:
+            hidden = F.embedding(inputs.token_ids[: inputs.num_tokens], self._embedding)
+            self._decode.run_(hidden, inputs, cache, plan)
+            return self._logits(hidden, inputs)
         hidden = F.embedding(inputs.token_ids, self._embedding)
         place = glue.placement(inputs, self._rotary, cache, num_heads)
         for index, layer in enumerate(self._layers):
@@ -103,11 +111,26 @@ class LlamaModel(Generic[PlanT]):
             else:
                 hidden = hidden + all_reduce(layer.output(attended, num_decode))
                 hidden = hidden + all_reduce(layer.mlp(glue.norm(hidden, layer.mlp_norm), num_decode))
+        return self._logits(hidden, inputs)
+
+    def _logits(self, hidden: Tensor, inputs: StepInputs) -> Tensor:
         if not inputs.sampled_entries:
-            return self._embedding.new_empty(0, info.vocab_size)
-        sampled = glue.norm(hidden.index_select(0, inputs.sampled_rows), self._norm)
+            return self._embedding.new_empty(0, self._info.vocab_size)
+        sampled = self._glue.norm(hidden.index_select(0, inputs.sampled_rows), self._norm)
         assert self._head is not None, "only the first rank has a head"
         return self._head(sampled, sampled.shape[0])
+
+    def _native_step(self, operators: Operators | None) -> NativeStep | None:
+        """Where a layer is nothing but compiled operators."""
+        layers = [layer_parts(layer, rule.window) for layer, rule in zip(self._layers, self._rules, strict=True)]
+        parts = tuple(layer for layer in layers if layer is not None)
+        if operators is None or len(parts) < len(layers) or self._group.num_ranks > 1 or not isinstance(self._attention, NativeAttention):
+            return None
+        first = self._layers[0]
+        head_norm_floor = first.query_key_norm.floor if first.query_key_norm is not None else 0.0
+        turns = self._rotary.cosine, self._rotary.signed_sine
+        decoder = DecoderParts(parts, self._info.hidden_size, first.input_norm.floor, head_norm_floor, turns)
+        return NativeStep(operators, decoder, self._attention)
 
     def _head_weight(self, weights: WeightSource) -> Tensor:
         if self._info.has_tied_embeddings:

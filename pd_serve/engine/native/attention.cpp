@@ -9,8 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "geometry.h"
-#include "vectors.h"
+#include "operators.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -54,25 +53,6 @@ inline Floats sums_of(Floats* rows) {
 #undef PAIR
     return rows[0];
 }
-
-}  // namespace
-
-extern "C" {
-
-// A step's decoding sequences.
-struct Sequences {
-    int64_t count;
-    int64_t table_stride;
-    const int32_t* tables;  // [count, table_stride]
-    const int32_t* lengths;  // [count]: keys that the query sees, without a window
-    float* scores;  // [num_threads, scores_stride], of at least MAX_GROUP * length rounded up to LANES
-    int64_t scores_stride;
-    int64_t num_threads;
-};
-
-}  // extern "C"
-
-namespace {
 
 // Walks the positions of one sequence: where in the pool each token lies.
 struct Walk {
@@ -217,7 +197,6 @@ void attend(const Geometry& geometry, const Sequences& sequences, const T* queri
 }  // namespace
 
 extern "C" {
-
 
 #define OPERATORS(T, NAME)                                                                                                            \
     void pd_attend_##NAME(const Geometry* geometry, const Sequences* sequences, const T* queries, int64_t query_stride,               \

@@ -8,7 +8,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "vectors.h"
+#include "operators.h"
 
 #if defined(__AMX_BF16__) || defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -22,9 +22,7 @@ namespace {
 
 constexpr int PANEL = 32;      // outputs
 constexpr int MAX_ROWS = 32;   // of one pass over the weights
-constexpr int AHEAD = 64;      // cache lines that are asked for before they are read
-
-enum Fusion : int64_t { NONE, SILU, TIMES, PLUS };
+constexpr int AHEAD = 16;      // cache lines that are asked for before they are read
 
 struct Product {
     const BFloat16* x;  // [num_rows, num_inputs]

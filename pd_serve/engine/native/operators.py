@@ -26,7 +26,7 @@ _SHORT_WEIGHTS = 1 << 20
 _PANEL, _INPUTS = 32, 32
 """Outputs and inputs come in so many."""
 _PARALLEL = 32768
-"""The same, from which threads gain more than it costs to wake them."""
+"""Elements, or keys times query heads, from which threads gain more than it costs to wake them."""
 
 
 class Geometry(ctypes.Structure):
@@ -102,17 +102,21 @@ class DecodePlan:
 class Operators:
     """One library, for one type of elements."""
 
+    PARALLEL_FROM = _PARALLEL
+
     def __init__(self, library: Path, head_dim: int, dtype: torch.dtype) -> None:
         """Raises OSError where the library cannot be loaded. Precondition: `dtype` is one of DTYPES."""
         self.head_dim = head_dim
         self.dtype = dtype
-        self._num_threads = torch.get_num_threads()
+        self.num_threads = torch.get_num_threads()
         name = str(dtype).removeprefix("torch.")
         short = PyDLL(str(library))
         if not short.pd_prepare():
             raise OSError("the system does not let this process use the processor's tiles (AMX)")
         self._short = _functions(short, name)
-        self._long = _functions(CDLL(str(library)), name)
+        self.library = CDLL(str(library))
+        """Whose calls give up the interpreter lock."""
+        self._long = _functions(self.library, name)
 
     def norm(self, x: Tensor, weight: Tensor, floor: float) -> Tensor:
         """RMSNorm of `x` [num_rows, size], contiguous."""
@@ -173,7 +177,7 @@ class Operators:
             weight.num_inputs,
             weight.num_outputs,
             fusion.value,
-            self._num_threads,
+            self.num_threads,
         )
         return out
 
@@ -195,7 +199,7 @@ class Operators:
 
     def scores_size(self, longest: int) -> int:
         """Elements that attention over `longest` keys works in."""
-        return self._num_threads * _MAX_GROUP * (-(-longest // LANES) * LANES)
+        return self.num_threads * _MAX_GROUP * (-(-longest // LANES) * LANES)
 
     def attend(self, geometry: Geometry, plan: DecodePlan, queries: Tensor, slab: Tensor, out: Tensor, window: int) -> None:
         """Attention of the plan's sequences, whose queries are the first rows of `queries` [.., num_heads, head_dim], heads side by side,
@@ -207,7 +211,7 @@ class Operators:
         return self._short if num_elements <= _SHORT else self._long
 
     def _threads(self, num_elements: int) -> int:
-        return self._num_threads if num_elements >= _PARALLEL else 1
+        return self.num_threads if num_elements >= _PARALLEL else 1
 
 
 def geometry_of(slab: Tensor, num_heads: int, scale: float) -> Geometry:

@@ -5,6 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
+struct BFloat16 {
+    uint16_t bits;
+};
+
 namespace {
 
 constexpr int LANES = 16;
@@ -13,10 +17,6 @@ typedef float Floats __attribute__((vector_size(LANES * 4)));
 typedef int32_t Ints __attribute__((vector_size(LANES * 4)));
 typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
-
-struct BFloat16 {
-    uint16_t bits;
-};
 
 inline float widen(float value) { return value; }
 inline float widen(BFloat16 value) {
