@@ -14,7 +14,6 @@ for scales. Called by the block pool, the transfer planner, the engine's cache a
 
 from __future__ import annotations
 
-import hashlib
 from enum import Enum
 
 import msgspec
@@ -130,8 +129,3 @@ class KVLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def can_become(self, other: KVLayout) -> bool:
         """KV of the same model, rank for rank: only block size, order and dtype differ, which a transfer converts."""
         return (self.num_layers, self.head_dim, self.num_planes) == (other.num_layers, other.head_dim, other.num_planes)
-
-    def fingerprint(self, model_fingerprint: str) -> str:
-        """Two workers whose fingerprints are equal can exchange KV without conversion (num_blocks may differ)."""
-        fields = (*msgspec.structs.astuple(msgspec.structs.replace(self, num_blocks=0)), model_fingerprint)
-        return hashlib.sha256(repr(fields).encode()).hexdigest()[:32]
