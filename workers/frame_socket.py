@@ -1,22 +1,19 @@
 """A rank's end of a Unix socket, to its front or to another rank: framing and buffering, never blocking. Owned by the control thread.
 
-Each frame is a 4-byte little-endian length, then msgpack. A process that reads slowly costs memory here, up to a bound; past it it is taken
+Each frame is a length (length_prefix.py), then msgpack. A process that reads slowly costs memory here, up to a bound; past it it is taken
 for dead, because a rank must not wait for it inside a step.
 """
 
 from __future__ import annotations
 
 import socket
-import struct
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
 from typing import Generic, TypeVar
 
-from pd_serve.errors import ProtocolError
-from pd_serve.wire import MAX_FRAME_NBYTES
+from pd_serve.length_prefix import LENGTH_NBYTES, announced_nbytes, prefixed
 
-_LENGTH = struct.Struct("<I")
 _READ_NBYTES = 1 << 18
 _BUFFERS_PER_SEND = 64
 _MAX_UNSENT_NBYTES = 256 * 1024 * 1024
@@ -68,9 +65,9 @@ class FrameSocket(Generic[In, Out]):
 
     def send(self, frame: Out) -> None:
         """Queue a frame; `flush` sends it."""
-        payload = self._encode(frame)
-        self._unsent.append(memoryview(_LENGTH.pack(len(payload)) + payload))
-        self._num_unsent_nbytes += _LENGTH.size + len(payload)
+        framed = prefixed(self._encode(frame))
+        self._unsent.append(memoryview(framed))
+        self._num_unsent_nbytes += len(framed)
         if self._num_unsent_nbytes > _MAX_UNSENT_NBYTES:
             self.closed = True
 
@@ -107,14 +104,12 @@ class FrameSocket(Generic[In, Out]):
     def _take_frames(self) -> list[In]:
         frames: list[In] = []
         buffer, begin = self._received, 0
-        while len(buffer) - begin >= _LENGTH.size:
-            (nbytes,) = _LENGTH.unpack_from(buffer, begin)
-            if nbytes > MAX_FRAME_NBYTES:
-                raise ProtocolError(f"{self._other} announced a frame of {nbytes} bytes")
-            end = begin + _LENGTH.size + nbytes
+        while len(buffer) - begin >= LENGTH_NBYTES:
+            start = begin + LENGTH_NBYTES
+            end = start + announced_nbytes(buffer, begin, self._other)
             if len(buffer) < end:
                 break
-            frames.append(self._decode(bytes(buffer[begin + _LENGTH.size : end])))
+            frames.append(self._decode(bytes(buffer[start:end])))
             begin = end
         if begin:
             del buffer[:begin]

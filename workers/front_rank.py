@@ -13,7 +13,6 @@ import os
 import shutil
 import signal
 import socket
-import struct
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Mapping
@@ -23,14 +22,13 @@ from pathlib import Path
 from pd_serve.child_process import die_with_parent
 from pd_serve.config import Config
 from pd_serve.cores import parse_cores
-from pd_serve.errors import ConfigError, ProtocolError
+from pd_serve.errors import ConfigError
 from pd_serve.ids import Incarnation, WorkerId
+from pd_serve.length_prefix import payloads, prefixed
 from pd_serve.protocol.link import FrontFrame, RankFrame, Role, front_codec, rank_codec
-from pd_serve.wire import MAX_FRAME_NBYTES
 from workers.rank_spec import RankSpec
 
 RANK_COMMAND = (sys.executable, "-m", "workers.rank")
-_LENGTH = struct.Struct("<I")
 LAST_WORDS_S = 2.0
 """Seconds in which a rank may still say what it knows of another's end, or goodbye."""
 
@@ -107,21 +105,14 @@ class RankProcess:
         """Everything the rank sends, until it closes the socket. Raises ProtocolError on bytes that are no frame."""
         assert self._connection is not None
         reader, self._writer = await self._connection
-        try:
-            while True:
-                (nbytes,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
-                if nbytes > MAX_FRAME_NBYTES:
-                    raise ProtocolError(f"the rank announced a frame of {nbytes} bytes")
-                yield self._decode(await reader.readexactly(nbytes))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
+        async for payload in payloads(reader, "the rank"):
+            yield self._decode(payload)
 
     def send(self, frame: FrontFrame) -> None:
         """Queue a frame; lost without a word when the rank is not connected (its end is reported by `wait`)."""
         if self._writer is None or self._writer.is_closing():
             return
-        payload = self._encode(frame)
-        self._writer.write(_LENGTH.pack(len(payload)) + payload)
+        self._writer.write(prefixed(self._encode(frame)))
 
     async def drain(self) -> None:
         """Wait until the rank keeps up: what stops a router that sends faster than the rank reads."""

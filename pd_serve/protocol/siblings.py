@@ -5,22 +5,19 @@
     Answer         of each, to the supervisor                     Answers   all together, to the one that asked
     Listening      a process takes requests
 
-A stream of frames: 4 bytes of length, little-endian, then one frame. A process whose stream ends has ended, or its supervisor has.
+A stream of frames as in length_prefix.py. A process whose stream ends has ended, or its supervisor has.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-import struct
 from collections.abc import AsyncIterator
 from enum import Enum
 
-from pd_serve.errors import ProtocolError
+from pd_serve.length_prefix import payloads, prefixed
 from pd_serve.protocol.frame import Frame
-from pd_serve.wire import MAX_FRAME_NBYTES, Codec
-
-_LENGTH = struct.Struct("<I")
+from pd_serve.wire import Codec
 
 
 class Topic(Enum):
@@ -78,19 +75,12 @@ class SiblingStream:
     def send(self, frame: SiblingFrame) -> None:
         """Queue a frame; lost without a word when the other end is gone: its end is noticed by `frames`."""
         if not self._writer.is_closing():
-            payload = self._codec.encode(frame)
-            self._writer.write(_LENGTH.pack(len(payload)) + payload)
+            self._writer.write(prefixed(self._codec.encode(frame)))
 
     async def frames(self) -> AsyncIterator[SiblingFrame]:
         """Until the other end closes. Raises ProtocolError on bytes that are no frame."""
-        try:
-            while True:
-                (nbytes,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
-                if nbytes > MAX_FRAME_NBYTES:
-                    raise ProtocolError(f"a frame of {nbytes} bytes was announced")
-                yield self._codec.decode(await self._reader.readexactly(nbytes))
-        except (asyncio.IncompleteReadError, ConnectionError):
-            return
+        async for payload in payloads(self._reader, "the other end"):
+            yield self._codec.decode(payload)
 
     def close(self) -> None:
         """Idempotent."""
