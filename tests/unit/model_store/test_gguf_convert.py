@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from pd_serve.engine.families.registry import describe
@@ -14,16 +13,12 @@ from pd_serve.errors import ModelError
 from pd_serve.model_store.gguf_convert import convert_gguf
 from pd_serve.model_store.progress import ignore_progress
 from pd_serve.model_store.safetensors_file import round_to_bfloat16, write_bfloat16
-from tests.unit.model_store.tiny_gguf import NUM_HEADS, TEMPLATE, write_tiny_gguf
+from tests.unit.model_store.tiny_gguf import NUM_HEADS, TEMPLATE, check_tensors, write_tiny_gguf
 
 
 def test_tensors_come_back_unpermuted_under_transformers_names(tmp_path: Path) -> None:
     expected = write_tiny_gguf(tmp_path / "tiny.gguf")
-    convert_gguf(tmp_path / "tiny.gguf", tmp_path, ignore_progress)
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert tensors.keys() == expected.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, torch.from_numpy(expected[name]).to(torch.bfloat16)), name
+    check_tensors(tmp_path / "tiny.gguf", expected)
 
 
 def test_the_folder_describes_itself(tmp_path: Path) -> None:

@@ -8,9 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-import torch
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 
 from pd_serve.engine.families.gemma3 import Gemma3Info
 from pd_serve.engine.families.registry import describe
@@ -18,7 +16,7 @@ from pd_serve.errors import ModelError
 from pd_serve.model_store import resolve_model
 from pd_serve.model_store.gguf_convert import convert_gguf
 from pd_serve.model_store.progress import ignore_progress
-from tests.unit.model_store.tiny_gguf import SPECIAL, byte_tokens
+from tests.unit.model_store.tiny_gguf import SPECIAL, byte_tokens, check_tensors
 
 NUM_LAYERS, HIDDEN, HEAD_DIM, MLP = 7, 16, 8, 24
 NAMES = {
@@ -78,11 +76,7 @@ def _write(path: Path) -> dict[str, NDArray[np.float32]]:
 
 def test_norms_come_back_less_one_and_everything_under_transformers_names(tmp_path: Path) -> None:
     expected = _write(tmp_path / "tiny.gguf")
-    convert_gguf(tmp_path / "tiny.gguf", tmp_path, ignore_progress)
-    tensors = load_file(tmp_path / "model.safetensors")
-    assert tensors.keys() == expected.keys()
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, torch.from_numpy(expected[name]).to(torch.bfloat16)), name
+    check_tensors(tmp_path / "tiny.gguf", expected)
 
 
 def test_the_folder_describes_itself(tmp_path: Path) -> None:

@@ -6,7 +6,12 @@ from pathlib import Path
 
 import gguf
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from pd_serve.model_store.gguf_convert import convert_gguf
+from pd_serve.model_store.progress import ignore_progress
 
 NUM_HEADS, NUM_KV_HEADS, HIDDEN, MLP = 4, 2, 32, 48
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
@@ -85,3 +90,12 @@ def _transformers_name(name: str) -> str:
         return norms[name]
     kind, part = name.split("_")
     return f"self_attn.{part[0]}_proj" if kind == "attn" else f"mlp.{part}_proj"
+
+
+def check_tensors(file: Path, expected: dict[str, NDArray[np.float32]]) -> None:
+    """Convert the file, in its folder: just these tensors come out, in bfloat16."""
+    convert_gguf(file, file.parent, ignore_progress)
+    tensors = load_file(file.parent / "model.safetensors")
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, torch.from_numpy(expected[name]).to(torch.bfloat16)), name
