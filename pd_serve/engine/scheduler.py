@@ -1,4 +1,5 @@
-"""Chooses what each step computes: decode tokens first, then prompt chunks in order of arrival, within a token budget.
+"""Chooses what each step computes: decode tokens first, then prompt chunks, short prompts before long ones (scheduler_prompts.py), within a
+token budget.
 
 Pure; owned by the machine on the control thread. One step is in flight at a time:
 
@@ -22,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pd_serve.engine.batch import Batch, BatchEntry, Phase, StepResult
+from pd_serve.engine.scheduler_prompts import PromptQueue
 from pd_serve.engine.sequence import Sequence, SequenceKind, StopRules
 from pd_serve.ids import AttemptId
 from pd_serve.kv.block_pool import BlockPool
@@ -74,9 +76,8 @@ class Scheduler:
         self.rules = StopRules(settings.eos_token_ids, settings.max_model_len)
         self._settings = settings
         self._pool = pool
-        self._prompts: dict[AttemptId, Sequence] = {}
+        self._prompts = PromptQueue(pool.block_size)
         self._decoding: dict[AttemptId, Sequence] = {}
-        """Both in order of arrival at that phase."""
         self._next_order = 0
         self._in_flight: dict[AttemptId, tuple[Sequence, BatchEntry]] = {}
         self._step_id: int | None = None
@@ -90,7 +91,7 @@ class Scheduler:
 
     def __iter__(self) -> Iterator[Sequence]:
         yield from self._decoding.values()
-        yield from self._prompts.values()
+        yield from self._prompts
 
     def get(self, attempt_id: AttemptId) -> Sequence | None:
         return self._decoding.get(attempt_id) or self._prompts.get(attempt_id)
@@ -107,11 +108,11 @@ class Scheduler:
             self._decoding[sequence.attempt_id] = sequence
         else:
             assert sequence.num_uncomputed_tokens >= 1
-            self._prompts[sequence.attempt_id] = sequence
+            self._prompts.add(sequence)
 
     def remove(self, attempt_id: AttemptId) -> Sequence | None:
         """Take a sequence out, also while its step is in flight (its result is then ignored). The caller releases it."""
-        return self._decoding.pop(attempt_id, None) or self._prompts.pop(attempt_id, None)
+        return self._decoding.pop(attempt_id, None) or self._prompts.pop(attempt_id)
 
     def release(self, sequence: Sequence) -> None:
         """Give back the blocks of a sequence that has left: at once, or when the step in flight that uses them has ended. Idempotent."""
@@ -144,14 +145,9 @@ class Scheduler:
                 plan.add(sequence, Phase.DECODE, 1)
             else:
                 self._preempt_for(sequence, plan)
-        for sequence in tuple(self._prompts.values()):
-            if not plan.has_room:
-                break
-            if sequence.attempt_id not in self._prompts:
-                continue
-            phase, count = plan.chunk(sequence)
+        for sequence, count in self._prompts.share_out(plan.room, plan.num_free_entries, plan.longest_chunk):
             if self._grow(sequence, sequence.num_computed_tokens + count, plan):
-                plan.add(sequence, phase, count)
+                plan.add(sequence, _phase_of(sequence), count)
         if not plan.entries and not plan.preempted and plan.num_lacking:
             self._preempt_last_resort(plan)
         return self._decide(step_id, plan)
@@ -165,11 +161,17 @@ class Scheduler:
         for attempt_id, (sequence, entry) in self._in_flight.items():
             if self.get(attempt_id) is not sequence:
                 continue
-            sequence.num_computed_tokens += len(entry.token_ids)
+            if sequence.prompt_done:
+                sequence.num_computed_tokens += len(entry.token_ids)
+            else:
+                self._prompts.advance(sequence, len(entry.token_ids))
             if sequence.num_computed_tokens // block_size > entry.start // block_size:
                 self._pool.publish(sequence.token_ids, sequence.block_table, sequence.num_computed_tokens)
             token: TokenOutput | None = None
             finished: FinishReason | None = None
+            prompt_done = entry.sample is not None and not sequence.prompt_done
+            if prompt_done:
+                self._prompts.pop(attempt_id)
             if entry.sample is not None:
                 item = sampled[attempt_id]
                 finished = sequence.append(item.token_id, self.rules)
@@ -177,7 +179,7 @@ class Scheduler:
                     finished = None
                 num_cached = -1 if sequence.prompt_done else sequence.num_cached_tokens
                 token = TokenOutput(attempt_id, item.token_id, finished, item.logprobs, num_cached)
-            update = SequenceUpdate(attempt_id, sequence, token, finished, entry.sample is not None and not sequence.prompt_done)
+            update = SequenceUpdate(attempt_id, sequence, token, finished, prompt_done)
             self._move_on(update)
             updates.append(update)
         self._end_step()
@@ -197,7 +199,7 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         """Sequences that have begun to compute."""
-        return len(self._decoding) + sum(1 for s in self._prompts.values() if s.num_computed_tokens > s.num_cached_tokens)
+        return len(self._decoding) + self._prompts.num_begun
 
     @property
     def num_waiting(self) -> int:
@@ -206,7 +208,7 @@ class Scheduler:
     @property
     def prefill_queue_tokens(self) -> int:
         """Prompt tokens accepted and not yet computed."""
-        return sum(sequence.num_uncomputed_tokens for sequence in self._prompts.values())
+        return self._prompts.num_tokens
 
     @property
     def decode_context_tokens(self) -> int:
@@ -226,11 +228,10 @@ class Scheduler:
     # ---- inside
 
     def _move_on(self, update: SequenceUpdate) -> None:
-        """Into the phase that follows, or out."""
+        """Into the phase that follows, or out. Precondition: a prompt that is done has left the prompts."""
         sequence = update.sequence
         if update.prompt_done:
             sequence.prompt_done = True
-            del self._prompts[sequence.attempt_id]
             if not update.has_left:
                 self._decoding[sequence.attempt_id] = sequence
         elif update.has_left:
@@ -299,19 +300,28 @@ class _StepPlan:
         self._included: set[AttemptId] = set()
 
     @property
+    def room(self) -> int:
+        """Tokens."""
+        return self._budget
+
+    @property
+    def num_free_entries(self) -> int:
+        return self._max_running - len(self.entries)
+
+    @property
     def has_room(self) -> bool:
-        return self._budget > 0 and len(self.entries) < self._max_running
+        return self._budget > 0 and self.num_free_entries > 0
 
     def includes(self, sequence: Sequence) -> bool:
         return sequence.attempt_id in self._included
 
-    def chunk(self, sequence: Sequence) -> tuple[Phase, int]:
-        """The next tokens to compute of a sequence that does not decode yet: of its prompt, or of what earlier attempts generated."""
+    def longest_chunk(self, sequence: Sequence) -> int:
+        """Most tokens of a sequence that does not decode yet that the step can compute: of its prompt, or of what earlier attempts
+        generated."""
         limit = min(self._budget, self._chunk)
-        num_left = sequence.num_prompt_tokens - sequence.num_computed_tokens
-        if num_left > 0:
-            return Phase.PREFILL, min(num_left, limit)
-        return Phase.DECODE, min(sequence.num_uncomputed_tokens, limit, MAX_REPLAYED_TOKENS)
+        if _phase_of(sequence) is Phase.PREFILL:
+            return min(sequence.num_prompt_tokens - sequence.num_computed_tokens, limit)
+        return min(sequence.num_uncomputed_tokens, limit, MAX_REPLAYED_TOKENS)
 
     def add(self, sequence: Sequence, phase: Phase, count: int) -> None:
         start = sequence.num_computed_tokens
@@ -327,6 +337,11 @@ class _StepPlan:
         self.entries.append((sequence, entry))
         self._included.add(sequence.attempt_id)
         self._budget -= count
+
+
+def _phase_of(sequence: Sequence) -> Phase:
+    """Of the next tokens of a sequence that does not decode yet."""
+    return Phase.PREFILL if sequence.num_computed_tokens < sequence.num_prompt_tokens else Phase.DECODE
 
 
 def _order(sequence: Sequence) -> int:

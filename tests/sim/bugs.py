@@ -328,7 +328,7 @@ BUGS: dict[str, Bug] = {
     "no_tombstones": Bug(_spoil("prefill._spent", NoTombstones), "writes under lease|foreign KV", near=310),
     "push_on": Bug(_spoil("prefill", PushOn), "given back|writes under lease|foreign KV"),
     "skip_first_token": Bug(_spoil("prefill", SkipFirstToken), "foreign KV|references differ"),
-    "wrong_slots": Bug(_spoil("prefill", WrongSlots), "writes into blocks|foreign KV"),
+    "wrong_slots": Bug(_spoil("prefill", WrongSlots), "writes into blocks|foreign KV|outside its window"),
     "forget_abandoned": Bug(_spoil("prefill", ForgetAbandoned), "no end after"),
     "remove_unfenced": Bug(_spoil("peers", RemoveUnfenced), "no end after|deadline that Tick", near=12),
     "finish_twice": Bug(Planted(lifecycle=FinishTwice), "ends twice"),

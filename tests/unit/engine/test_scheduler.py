@@ -371,10 +371,19 @@ def test_everything_ends_and_every_block_returns(seed: object, num_blocks: int, 
         if flushing and seed.random() < 0.5:
             scheduler.release(flushing.pop(0))
         pool.check()
+        check_counts(scheduler)
         if len(ended) == 12 and not flushing:
             break
     assert len(ended) == 12
     assert pool.counts().held == 0
+
+
+def check_counts(scheduler: Scheduler) -> None:
+    """What is counted along is what can be counted."""
+    prompts = [sequence for sequence in scheduler if not sequence.prompt_done]
+    num_begun = sum(sequence.num_computed_tokens > sequence.num_cached_tokens for sequence in prompts)
+    assert scheduler.num_waiting == len(prompts) - num_begun
+    assert scheduler.prefill_queue_tokens == sum(sequence.num_uncomputed_tokens for sequence in prompts)
 
 
 def check_batch(batch: Batch, budget: int) -> None:
