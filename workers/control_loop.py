@@ -59,12 +59,12 @@ from workers.events import (
 from workers.front_socket import FrontSocket
 from workers.inbox import Inbox
 from workers.machine import WorkerMachine
-from workers.prefill.grouping import push_points
 from workers.rank_frames import Alive, FollowerFrame, FollowerReady, FollowerSocket, RunStep
 from workers.rank_group import RankGroup, RankOutput
 from workers.rank_start import RankMessage
+from workers.rank_step import StepThreads
 from workers.samples import SampleBuffer
-from workers.transport_commands import BeginStep, SamplesObserved, StepEnded, TransportFailed
+from workers.transport_commands import SamplesObserved, TransportFailed
 from workers.transport_thread import TransportThread
 
 _log = logging.getLogger(__name__)
@@ -107,11 +107,10 @@ class ControlLoop:
         self._machine = machine
         self._front = parts.front
         self._inbox = parts.inbox
-        self._engine = parts.engine
         self._transport = parts.transport
         self._group = parts.group
         self._followers = parts.followers
-        self._push_nbytes = parts.push_nbytes
+        self._step = StepThreads(parts.engine, parts.transport, parts.push_nbytes)
         self._report_interval_s = report_interval_s
         self._clock = clock
         self._samples = SampleBuffer()
@@ -119,8 +118,6 @@ class ControlLoop:
         self._report_at = clock.now()
         self._was_idle = True
         self._running: Batch | None = None
-        self._is_pushing = False
-        """Something of the running step is pushed: the transport thread is not woken for one that decodes only."""
         self._give_up_at: float | None = None
         self._heard_at = dict.fromkeys((follower.rank for follower in parts.followers), clock.now())
         self._exit_code: int | None = None
@@ -196,11 +193,11 @@ class ControlLoop:
                 self._die(f"the engine failed: {detail}")
             case StepDone(result):
                 batch = self._running
-                self._end_pushes(result.step_id)
+                self._step.end(result.step_id)
                 self._on_output(0, message)
                 self._observe_step(result, batch)
             case StepFailed(step_id, _):
-                self._end_pushes(step_id)
+                self._step.end(step_id)
                 self._on_output(0, message)
             case _:
                 self._on_output(0, message)
@@ -288,16 +285,8 @@ class ControlLoop:
         for follower in self._followers:
             follower.send(RunStep(batch, self._group.pushes(follower.rank, pushes)))
             follower.flush()
-        own = self._group.pushes(0, pushes)
-        if own:
-            self._transport.submit(BeginStep(batch.step_id, own), is_urgent=False)
-        self._is_pushing = bool(own)
-        self._engine.run(batch, push_points(own, self._push_nbytes))
+        self._step.begin(batch, self._group.pushes(0, pushes))
         self._running = batch
-
-    def _end_pushes(self, step_id: int) -> None:
-        if self._is_pushing:
-            self._transport.submit(StepEnded(step_id), is_urgent=False)
 
     def _report_if_due(self) -> None:
         """At every interval, and at once when a worker becomes idle: whoever drains it waits for that.

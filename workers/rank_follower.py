@@ -19,11 +19,11 @@ from pd_serve.protocol.link import Fatal, Stop
 from workers.engine_thread import EngineFailed
 from workers.events import StepDone, StepFailed, TransportReported
 from workers.inbox import Inbox
-from workers.prefill.grouping import push_points
 from workers.rank_frames import Alive, FollowerReady, LeaderFrame, LeaderSocket, RunStep
 from workers.rank_spec import RankSpec
 from workers.rank_start import OpenRank, RankMessage, open_rank
-from workers.transport_commands import BeginStep, StepEnded, TransportFailed
+from workers.rank_step import StepThreads
+from workers.transport_commands import TransportFailed
 
 _log = logging.getLogger(__name__)
 
@@ -43,12 +43,11 @@ class Follower:
         self._leader = leader
         self._inbox: Inbox[RankMessage] = Inbox()
         self._exit_code: int | None = None
-        self._is_pushing = False
-        """Something of the running step is pushed."""
 
     def run(self) -> int:
         """The exit code. Raises PdServeError where the rank cannot start, ProtocolError when rank 0 sends nonsense."""
         rank = open_rank(self._spec, self._inbox.put)
+        step = StepThreads(rank.engine, rank.transport, self._spec.config.transport.push_bytes)
         self._leader.send(FollowerReady(rank.ready.metadata, os.getpid()))
         clock, interval_s = MonotonicClock(), self._spec.config.worker.report_interval_s
         alive_at = clock.now()
@@ -65,53 +64,46 @@ class Follower:
                     writing = self._leader.has_unsent
                     selector.modify(self._leader, selectors.EVENT_READ | (selectors.EVENT_WRITE if writing else 0))
                 selector.select(max(0.0, alive_at - clock.now()))
-                self._turn(rank)
+                self._turn(rank, step)
         self._leader.flush_for(LAST_WORDS_S)
         rank.stop()
         return self._exit_code
 
-    def _turn(self, rank: OpenRank) -> None:
+    def _turn(self, rank: OpenRank, step: StepThreads) -> None:
         for message in self._inbox.take_all():
-            self._on_message(rank, message)
+            self._on_message(step, message)
         for frame in self._leader.receive():
-            self._on_frame(rank, frame)
+            self._on_frame(rank, step, frame)
         if self._leader.closed and self._exit_code is None:
             _log.error("rank 0 has closed its socket; exiting")
             self._exit_code = 1
 
-    def _on_message(self, rank: OpenRank, message: RankMessage) -> None:
+    def _on_message(self, step: StepThreads, message: RankMessage) -> None:
         match message:
             case TransportFailed(detail):
                 self._die(f"the transport thread failed: {detail}")
             case EngineFailed(detail):
                 self._die(f"the engine failed: {detail}")
             case StepDone(result):
-                self._end_pushes(rank, result.step_id)
+                step.end(result.step_id)
                 # What was sampled is rank 0's to say.
                 self._leader.send(StepDone(replace(result, sampled=())))
             case StepFailed(step_id, _):
-                self._end_pushes(rank, step_id)
+                step.end(step_id)
                 self._leader.send(message)
             case TransportReported(event):
                 self._leader.send(event)
             case _:
                 self._leader.send(message)
 
-    def _on_frame(self, rank: OpenRank, frame: LeaderFrame) -> None:
+    def _on_frame(self, rank: OpenRank, step: StepThreads, frame: LeaderFrame) -> None:
         match frame:
             case RunStep(batch, pushes):
-                if pushes:
-                    rank.transport.submit(BeginStep(batch.step_id, pushes), is_urgent=False)
-                self._is_pushing = bool(pushes)
-                rank.engine.run(batch, push_points(pushes, self._spec.config.transport.push_bytes))
+                step.begin(batch, pushes)
             case Stop():
                 self._exit_code = 0
             case _:
                 rank.transport.submit(frame)
-
-    def _end_pushes(self, rank: OpenRank, step_id: int) -> None:
-        if self._is_pushing:
-            rank.transport.submit(StepEnded(step_id), is_urgent=False)
 
     def _die(self, message: str) -> None:
         _log.error("%s", message)

@@ -1,0 +1,37 @@
+"""One step at a time on a rank's threads: what of it is pushed to the transport thread, the batch to the engine thread. Used by the rank's
+main thread, whether the rank leads (control_loop.py) or follows (rank_follower.py)."""
+
+from __future__ import annotations
+
+from pd_serve.engine.batch import Batch
+from workers.engine_thread import EngineThread
+from workers.events import PushPlan
+from workers.prefill.grouping import push_points
+from workers.transport_commands import BeginStep, StepEnded
+from workers.transport_thread import TransportThread
+
+
+class StepThreads:
+    """begin -> the engine thread's StepDone or StepFailed -> end. The transport thread hears only of steps that push something, and is not
+    woken for their begin and end: the layers in between do that."""
+
+    def __init__(self, engine: EngineThread, transport: TransportThread, push_nbytes: int) -> None:
+        """`push_nbytes`: least bytes of one push, as in transport.push_bytes."""
+        self._engine = engine
+        self._transport = transport
+        self._push_nbytes = push_nbytes
+        self._is_pushing = False
+        """Something of the running step is pushed."""
+
+    def begin(self, batch: Batch, pushes: tuple[PushPlan, ...]) -> None:
+        """`pushes`: this rank's."""
+        if pushes:
+            self._transport.submit(BeginStep(batch.step_id, pushes), is_urgent=False)
+        self._is_pushing = bool(pushes)
+        self._engine.run(batch, push_points(pushes, self._push_nbytes))
+
+    def end(self, step_id: int) -> None:
+        """Call before anything that follows from the step."""
+        if self._is_pushing:
+            self._transport.submit(StepEnded(step_id), is_urgent=False)
+            self._is_pushing = False
