@@ -16,6 +16,7 @@ from pd_serve.errors import TransportError, TransportUnavailableError
 from pd_serve.transport.native.ranges import LOCKED_NBYTES
 from pd_serve.transport.ucx import libucp_abi as abi
 from pd_serve.transport.ucx import seam
+from pd_serve.transport.ucx.pages import HUGE_NBYTES, release, reserve
 
 MIN_VERSION = (1, 18)
 
@@ -110,13 +111,14 @@ class LibucpMemory:
         self._context = context
         self.handle = c_void_p()
         binding = context.binding
-        params = abi.MapParams(
-            field_mask=2 | 4 | (0 if address is None else 1),
-            address=address,
-            length=nbytes,
-            flags=abi.MEM_MAP_ALLOCATE if address is None else 0,
-        )
-        binding.check(binding.ucp.ucp_mem_map(context.handle, byref(params), byref(self.handle)), f"mapping {nbytes} bytes")
+        # Memory of its own lies where huge pages can be used, if the library takes an address for it.
+        flags = abi.MEM_MAP_ALLOCATE if address is None else 0
+        reserved = reserve(nbytes) if address is None and nbytes >= HUGE_NBYTES else None
+        if reserved is not None and self._map(reserved, nbytes, flags | abi.MEM_MAP_FIXED) < 0:
+            release(reserved, nbytes)
+            reserved = None
+        if reserved is None:
+            binding.check(self._map(address, nbytes, flags), f"mapping {nbytes} bytes")
         if address is None:
             attributes = abi.MemoryAttributes(field_mask=3)
             binding.check(binding.ucp.ucp_mem_query(self.handle, byref(attributes)), "ucp_mem_query")
@@ -124,6 +126,11 @@ class LibucpMemory:
         self.address: int = address or 0
         self.nbytes = nbytes
         self.put_param = abi.RequestParam(op_attr_mask=abi.OP_MEMH | abi.OP_MULTI_SEND, memh=self.handle.value)
+
+    def _map(self, address: int | None, nbytes: int, flags: int) -> int:
+        params = abi.MapParams(field_mask=2 | 4 | (0 if address is None else 1), address=address, length=nbytes, flags=flags)
+        status: int = self._context.binding.ucp.ucp_mem_map(self._context.handle, byref(params), byref(self.handle))
+        return status
 
     def pack_key(self) -> bytes:
         binding = self._context.binding

@@ -112,7 +112,10 @@ class OneSidedWriter:
 
     def close(self) -> None:
         self.abort("closed")
-        self._pool.mapped = self._scratch.mapped = None
+        for side in (self._pool, self._scratch):
+            if side.mapped is not None:
+                side.mapped.close()
+                side.mapped = None
         self._pool.key.close()
         self._scratch.key.close()
 

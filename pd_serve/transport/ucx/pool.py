@@ -15,8 +15,8 @@ from pd_serve.errors import TransportError
 from pd_serve.transport.base import Region
 from pd_serve.transport.ucx.copier import Copier, HostCopier, copier_for
 from pd_serve.transport.ucx.lanes import Lane
-from pd_serve.transport.ucx.mapped import populate
 from pd_serve.transport.ucx.messages import MemoryOffer
+from pd_serve.transport.ucx.pages import make_huge, populate
 from pd_serve.transport.ucx.ports import Ports
 from pd_serve.transport.ucx.seam import Memory
 
@@ -61,7 +61,8 @@ class Pool:
             pool._backing.append(backing)
         if shared is not None:
             pool._adopt(Lane.SHM, shared, shared)
-            populate(address, total)
+            num_huge = make_huge(address, total)
+            populate(address + num_huge, total - num_huge)
         if (rdma := ports.get(Lane.RDMA)) is not None:
             memory = rdma.context.register(address, total)
             pool._adopt(Lane.RDMA, memory, memory)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 
 import numpy as np
-import pytest
 
 from pd_serve.transport.native.ranges import LOCKED_NBYTES
-from pd_serve.transport.ucx.mapped import POPULATE_NBYTES, MappedMemory, populate
+from pd_serve.transport.ucx.mapped import POPULATE_NBYTES, MappedMemory
 from pd_serve.transport.ucx.one_sided import OneSidedWriter, Side
 from pd_serve.transport.ucx.seam import OK
 from pd_serve.transport.ucx.writer import Completion
@@ -107,13 +105,3 @@ def test_a_writer_that_was_closed_touches_neither_memory() -> None:
     made.pump()
     assert not memories.target.any()
     assert not made.is_pending
-
-
-def test_populating_keeps_what_the_pages_hold_and_tells_where_there_are_none() -> None:
-    backing = mmap.mmap(-1, 8 * mmap.PAGESIZE)
-    backing[:3] = b"kv!"
-    address = ctypes.addressof(ctypes.c_char.from_buffer(backing))
-    if not populate(address + 1, 4 * mmap.PAGESIZE):
-        pytest.skip("no MADV_POPULATE_WRITE on this kernel")
-    assert backing[:3] == b"kv!"
-    assert not populate(mmap.PAGESIZE, mmap.PAGESIZE)
