@@ -25,6 +25,7 @@ from workers.events import (
     WindowOpened,
 )
 from workers.machine import WorkerMachine
+from workers.prefill.completions import StepCompletions
 from workers.settings import MachineSettings
 
 LINK = LinkId(1)
@@ -71,10 +72,14 @@ class Worker:
         scheduler = SchedulerSettings(64, 8, prefill_chunk, frozenset({EOS}), settings.max_model_len)
         self.now = 100.0
         self.machine = WorkerMachine(settings, scheduler, iter(map(Epoch, range(1000, 2000))).__next__)
+        self._completions = StepCompletions()
         self.do(LinkOpened(LINK, RouterId("router")))
 
     def do(self, event: Event) -> tuple[Action, ...]:
-        return self.machine.handle(event, self.now)
+        actions = self.machine.handle(event, self.now)
+        for step in all_of(RunBatch, actions):
+            self._completions.begin(step.completions)
+        return actions
 
     def frame(self, frame: Open | Prefill | Peers | object) -> tuple[Action, ...]:
         return self.do(FrameReceived(LINK, frame))  # type: ignore[arg-type]
@@ -88,9 +93,11 @@ class Worker:
         return self.do(WindowOpened(only(OpenWindow, self.frame(frame)).window.lease_id))
 
     def finish_step(self, batch: Batch, token_id: int) -> tuple[Action, ...]:
-        """Every entry that samples gets `token_id`."""
+        """Every entry that samples gets `token_id`. What the machine answers, and the completions that go out with the step."""
         sampled = tuple(SampledToken(entry.attempt_id, token_id, None) for entry in batch.entries if entry.sample is not None)
-        return self.do(StepDone(StepResult(batch.step_id, sampled, self.now, self.now)))
+        result = StepResult(batch.step_id, sampled, self.now, self.now)
+        completions = self._completions.take(result)
+        return (*self.do(StepDone(result)), *completions)
 
     @property
     def num_held_blocks(self) -> int:

@@ -42,9 +42,9 @@ MUTATIONS: dict[str, Mutation] = {
         _LOOP + "test_only_the_suffix_that_decode_lacks_is_moved",
     ),
     "stale-record-slot": Mutation(
-        "workers/prefill/machine.py",
-        "first_token=first.token_id,",
-        'first_token=vars(self).setdefault("_slot", first.token_id),',
+        "workers/prefill/completions.py",
+        "token = sampled[command.notice.attempt_id]",
+        'token = vars(self).setdefault("_slot", sampled[command.notice.attempt_id])',
         _APART + "test_the_record_beside_the_kv_is_the_attempts_own",
     ),
     "no-deadline": Mutation(

@@ -41,13 +41,13 @@ from workers.attempt_traces import AttemptTraces
 from workers.engine_thread import EngineFailed, EngineThread
 from workers.events import (
     Action,
+    CloseWindow,
     DrainRequested,
     Event,
     FrameReceived,
     LinkClosed,
     LinkOpened,
     Observe,
-    PushPlan,
     RoleSet,
     RunBatch,
     SendFrame,
@@ -263,30 +263,37 @@ class ControlLoop:
         self._attempts.observe(event, actions, now)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
-        for action in actions:
+        """In order, but a step that does not concern the transport first: until its batch has reached the engine thread, this one still has
+        the interpreter and sends what clients wait for. A window that is closed waits for the end: nobody else does, and the transport
+        thread, awake, would be in the way of both."""
+        is_closing = False
+        for action in sorted(actions, key=_is_behind):
             match action:
                 case SendFrame(link_id, frame):
                     self._front.send(ToRouter(link_id, frame))
                     if not isinstance(frame, Load):
                         # A client waits for it: not until the other threads, which what follows wakes, have had the interpreter.
                         self._front.flush()
-                case RunBatch(batch, pushes):
-                    self._run(batch, pushes)
+                case RunBatch():
+                    self._run(action)
                 case Observe(sample):
                     self._samples.add((sample,))
                 case _:
                     for rank, command in self._group.commands(action):
                         if rank == 0:
-                            self._transport.submit(command)
+                            self._transport.submit(command, is_urgent=not isinstance(command, CloseWindow))
+                            is_closing |= isinstance(command, CloseWindow)
                         else:
                             self._followers[rank - 1].send(command)
+        if is_closing:
+            self._transport.wake()
 
-    def _run(self, batch: Batch, pushes: tuple[PushPlan, ...]) -> None:
+    def _run(self, step: RunBatch) -> None:
         for follower in self._followers:
-            follower.send(RunStep(batch, self._group.pushes(follower.rank, pushes)))
+            follower.send(RunStep(step.batch, self._group.pushes(follower.rank, step.pushes)))
             follower.flush()
-        self._step.begin(batch, self._group.pushes(0, pushes))
-        self._running = batch
+        self._step.begin(step.batch, self._group.pushes(0, step.pushes), self._group.completions(step.completions))
+        self._running = step.batch
 
     def _report_if_due(self) -> None:
         """At every interval, and at once when a worker becomes idle: whoever drains it waits for that.
@@ -317,3 +324,7 @@ class ControlLoop:
         _log.error("%s", message)
         self._front.send(Fatal(message))
         self._exit_code = 1
+
+
+def _is_behind(action: Action) -> bool:
+    return not isinstance(action, RunBatch) or bool(action.pushes or action.completions)

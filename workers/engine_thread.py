@@ -20,7 +20,7 @@ from typing import Protocol, TypeVar
 from pd_serve.clock import Clock
 from pd_serve.engine.batch import Batch, StepResult
 from workers.events import StepDone, StepFailed
-from workers.transport_commands import LayerReady
+from workers.transport_commands import LayerReady, StepSampled
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class EngineFailed:
 class LayerHook:
     """What happens when the KV of a layer after which there is a push has been written."""
 
-    submit: Callable[[LayerReady], None]
+    submit: Callable[[LayerReady | StepSampled], None]
     """To the transport thread."""
     wait: Callable[[int], None] | None = None
     """Blocks until the device has written a layer (LayerEvents.wait); called on the transport thread. None where the layer is written when
@@ -58,6 +58,7 @@ class LayerHook:
 class _Step:
     batch: Batch
     push_after: frozenset[int]
+    has_completions: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +101,10 @@ class EngineThread:
         """From now on `run` computes with this runner."""
         self._queue.put(_Serve(runner, hook))
 
-    def run(self, batch: Batch, push_after: frozenset[int] = frozenset()) -> None:
+    def run(self, batch: Batch, push_after: frozenset[int] = frozenset(), has_completions: bool = False) -> None:
         """Compute a step; after each of those layers a LayerReady is submitted, of it and of those since the one before, all of them before
-        the step's end is posted."""
-        self._queue.put(_Step(batch, push_after))
+        the step's end is posted. `has_completions`: a StepSampled is submitted at its end, unless it fails."""
+        self._queue.put(_Step(batch, push_after, has_completions))
 
     def stop(self, timeout_s: float) -> bool:
         """Let the running step end, then the thread. False if it still runs after `timeout_s`."""
@@ -144,6 +145,9 @@ class EngineThread:
             _log.exception("step %d failed", step.batch.step_id)
             self._post(StepFailed(step.batch.step_id, f"{type(error).__name__}: {error}"))
             return False
+        if step.has_completions:
+            # First: a decode worker waits for it.
+            serving.hook.submit(StepSampled(result))
         self._post(StepDone(result))
         return True
 

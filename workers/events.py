@@ -6,6 +6,8 @@ turns each into actions; the control thread carries those out. Everything here i
 What the executor of the actions must keep:
   order    actions that concern the transport reach its thread in the order given, after every LayerReady that the engine thread posted
            before the StepDone they answer
+  step     the completions of a step that ends well are carried out after its last LayerReady, perhaps before StepDone is handled; those
+           of a step that fails never are
   flush    a FlushThenNotify ends in exactly one FlushDone; its notice is sent only if the flush was ok and counts every put of earlier
            actions (also of layers handed over by the running step before a StopPush); a peer that is removed ends its flushes with ok=False
   stop     after StopPush(lease) no put of that lease is issued any more, also for layers that the running step has yet to finish
@@ -181,15 +183,6 @@ class SendFrame:
 
 
 @dataclass(frozen=True, slots=True)
-class RunBatch:
-    """Run one step; ends in StepDone or StepFailed. Never given while another step runs."""
-
-    batch: Batch
-    pushes: tuple[PushPlan, ...]
-    """To be issued layer by layer as on_layer fires; known to the transport thread before the step begins."""
-
-
-@dataclass(frozen=True, slots=True)
 class PushNow:
     """Push all layers at once: the KV is already there (a cached prefix)."""
 
@@ -216,6 +209,17 @@ class FlushThenNotify:
     """Of this worker: whose puts are flushed, and who sends the notice ..."""
     dst_rank: int = 0
     """... to this rank of the peer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunBatch:
+    """Run one step; ends in StepDone or StepFailed. Never given while another step runs."""
+
+    batch: Batch
+    pushes: tuple[PushPlan, ...]
+    """To be issued layer by layer as on_layer fires; known to the transport thread before the step begins."""
+    completions: tuple[FlushThenNotify, ...] = ()
+    """Of prompts that end with this step: each with a Completed that lacks what is sampled, and carried out when the step has ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -255,7 +255,7 @@ class WorkerMachine:
                 machine = self.prefill if sequence.kind is SequenceKind.PREFILL_ONLY else self.decode
                 actions += machine.on_preempted(sequence, now)
             if decision.batch is not None:
-                actions.append(RunBatch(decision.batch, self.prefill.pushes(decision.batch)))
+                actions.append(RunBatch(decision.batch, self.prefill.pushes(decision.batch), self.prefill.completions(decision.batch)))
             elif not decision.preempted:
                 break
         return actions

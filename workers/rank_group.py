@@ -142,7 +142,7 @@ class RankGroup:
                     for rank, other in pairs
                 ]
             case FlushThenNotify():
-                return [(action.src_rank, replace(action, peer=rank_peer(action.peer, action.dst_rank)) if action.dst_rank else action)]
+                return [(action.src_rank, _flush_to_rank(action))]
             case SendNotice():
                 return [(0, action)]
             case OpenWindow():
@@ -154,6 +154,10 @@ class RankGroup:
     def pushes(self, rank: int, plans: Iterable[PushPlan]) -> tuple[PushPlan, ...]:
         """Those of a step that are the rank's."""
         return tuple(_to_rank(plan) if plan.dst_rank else plan for plan in plans if plan.src_rank == rank)
+
+    def completions(self, commands: Iterable[FlushThenNotify]) -> tuple[FlushThenNotify, ...]:
+        """Those of a step, all of which are rank 0's: the others are not told what was sampled."""
+        return tuple(_flush_to_rank(command) for command in commands)
 
     def _add(self, peer: PeerId, metadata: tuple[bytes, ...]) -> list[tuple[int, RankCommand]]:
         inward = plan_routes(self._num_kv_heads, len(metadata), self._num_ranks)
@@ -335,3 +339,7 @@ def _joined(known: _Peer) -> PeerJoined:
 def _to_rank(plan: PushPlan) -> PushPlan:
     """The same with the target's rank as the holder: by that name its transport knows it."""
     return replace(plan, lease=msgspec.structs.replace(plan.lease, holder=rank_peer(plan.lease.holder, plan.dst_rank)))
+
+
+def _flush_to_rank(action: FlushThenNotify) -> FlushThenNotify:
+    return replace(action, peer=rank_peer(action.peer, action.dst_rank)) if action.dst_rank else action

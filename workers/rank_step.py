@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pd_serve.engine.batch import Batch
 from workers.engine_thread import EngineThread
-from workers.events import PushPlan
+from workers.events import FlushThenNotify, PushPlan
 from workers.prefill.grouping import push_points
 from workers.transport_commands import BeginStep, StepEnded
 from workers.transport_thread import TransportThread
@@ -20,18 +20,18 @@ class StepThreads:
         self._engine = engine
         self._transport = transport
         self._push_nbytes = push_nbytes
-        self._is_pushing = False
-        """Something of the running step is pushed."""
+        self._is_told = False
+        """The transport thread has something to do with the running step."""
 
-    def begin(self, batch: Batch, pushes: tuple[PushPlan, ...]) -> None:
-        """`pushes`: this rank's."""
-        if pushes:
-            self._transport.submit(BeginStep(batch.step_id, pushes), is_urgent=False)
-        self._is_pushing = bool(pushes)
-        self._engine.run(batch, push_points(pushes, self._push_nbytes))
+    def begin(self, batch: Batch, pushes: tuple[PushPlan, ...], completions: tuple[FlushThenNotify, ...] = ()) -> None:
+        """`pushes`, `completions`: this rank's."""
+        self._is_told = bool(pushes or completions)
+        if self._is_told:
+            self._transport.submit(BeginStep(batch.step_id, pushes, completions), is_urgent=False)
+        self._engine.run(batch, push_points(pushes, self._push_nbytes), bool(completions))
 
     def end(self, step_id: int) -> None:
         """Call before anything that follows from the step."""
-        if self._is_pushing:
+        if self._is_told:
             self._transport.submit(StepEnded(step_id), is_urgent=False)
-            self._is_pushing = False
+            self._is_told = False

@@ -1,7 +1,7 @@
 """What the transport thread is told besides the machine's actions, and what it tells the control thread besides the machine's events.
 
-Commands come from the control thread (the machine's transport actions, BeginStep, StepEnded) and from the engine thread (LayerReady); all
-are frozen. Everything the thread has to say goes through one sink.
+Commands come from the control thread (the machine's transport actions, BeginStep, StepEnded) and from the engine thread (LayerReady,
+StepSampled); all are frozen. Everything the thread has to say goes through one sink.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from pd_serve.engine.batch import StepResult
 from pd_serve.ids import PeerId
 from pd_serve.protocol.link import Sample
 from pd_serve.transport.base import Region
@@ -30,14 +31,16 @@ from workers.events import (
     WindowOpened,
 )
 from workers.prefill.pusher import Packer
+from workers.prefill.staging import StagingRing
 
 
 @dataclass(frozen=True, slots=True)
 class BeginStep:
-    """The pushes of a step; given before the engine thread gets the step."""
+    """The pushes of a step, and the records of the prompts that end with it; given before the engine thread gets the step."""
 
     step_id: int
     plans: tuple[PushPlan, ...]
+    completions: tuple[FlushThenNotify, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,14 @@ class LayerReady:
 
 
 @dataclass(frozen=True, slots=True)
+class StepSampled:
+    """The step has ended well, and its completions are due. Posted by the engine thread, so that no other thread stands between the end of
+    compute and the records; no LayerReady of the step follows."""
+
+    result: StepResult
+
+
+@dataclass(frozen=True, slots=True)
 class StepEnded:
     """No LayerReady of the step follows."""
 
@@ -71,6 +82,9 @@ class UsePacker:
     staging_nbytes: int
     slot_nbytes: int
 
+    def ring(self) -> StagingRing:
+        return StagingRing(self.staging_offset, self.staging_nbytes, self.slot_nbytes)
+
 
 TransportCommand = (
     AddPeer
@@ -84,6 +98,7 @@ TransportCommand = (
     | HardFence
     | BeginStep
     | LayerReady
+    | StepSampled
     | StepEnded
     | UsePacker
 )

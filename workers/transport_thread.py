@@ -1,7 +1,7 @@
 """The thread that owns the Transport: carries out commands, reports what happens, sleeps when there is nothing to do.
 
-Called by the control thread (machine actions, steps) and the engine thread (LayerReady) through submit(); reports through one sink, on this
-thread. Nothing else may touch the transport.
+Called by the control thread (machine actions, steps) and the engine thread (LayerReady, StepSampled) through submit(); reports through one
+sink, on this thread. Nothing else may touch the transport.
 
     submit -> deque + eventfd -+
                                +-> run commands -> progress -> report events -> (nothing to do) arm -> sleep on descriptors
@@ -53,8 +53,8 @@ from workers.events import (
     WindowClosed,
     WindowOpened,
 )
+from workers.prefill.completions import StepCompletions
 from workers.prefill.pusher import Pusher
-from workers.prefill.staging import StagingRing
 from workers.transport_commands import (
     AllocatePool,
     BeginStep,
@@ -63,6 +63,7 @@ from workers.transport_commands import (
     RegisterPool,
     SamplesObserved,
     StepEnded,
+    StepSampled,
     TransportCommand,
     TransportFailed,
     TransportOutput,
@@ -118,10 +119,10 @@ class TransportThread:
 
     def submit(self, command: TransportCommand, *, is_urgent: bool = True) -> None:
         """Any thread. Commands are carried out in the order of submission; after stop() they are dropped. One that is not urgent does not
-        wake the thread: the next that is takes it along."""
+        wake the thread: the next that is takes it along, or wake()."""
         self._commands.append(command)
         if is_urgent:
-            self._wake()
+            self.wake()
 
     def recent_traces(self, limit: int) -> tuple[Trace, ...]:
         """The latest completed transfers, oldest first. Any thread."""
@@ -130,7 +131,7 @@ class TransportThread:
     def stop(self, timeout_s: float) -> bool:
         """Carry out what was submitted, finish what is outstanding for half of `timeout_s` at most, close. False if it still runs then."""
         self._stop_by = self._clock.now() + timeout_s / 2
-        self._wake()
+        self.wake()
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
@@ -141,7 +142,7 @@ class TransportThread:
             os.close(descriptor)
         return True
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
         with self._wake_lock:
             if self._wake_fd >= 0:
                 os.eventfd_write(self._wake_fd, 1)
@@ -191,6 +192,7 @@ class _Loop:
         self._codec = notice_codec()
         self._arrivals: Arrivals | None = None
         """Where transfers are verified."""
+        self._completions = StepCompletions()
         self._flushes: dict[int, FlushThenNotify] = {}
         self._lanes: dict[PeerId, str] = {}
         self._refused_seen = 0
@@ -260,11 +262,10 @@ class _Loop:
     # ---- commands
 
     def _run_commands(self, commands: deque[TransportCommand]) -> bool:
-        done = 0
-        while commands and done < _COMMANDS_PER_TURN:
+        num_commands = min(len(commands), _COMMANDS_PER_TURN)
+        for _ in range(num_commands):
             self._run_command(commands.popleft())
-            done += 1
-        return done > 0
+        return num_commands > 0
 
     def _run_command(self, command: TransportCommand) -> None:
         match command:
@@ -274,6 +275,10 @@ class _Loop:
                 self._pusher.layer_ready(command.step_id, command.layer, command.written_at, command.held)
             case BeginStep():
                 self._pusher.begin_step(command.step_id, command.plans)
+                self._completions.begin(command.completions)
+            case StepSampled(result):
+                for completion in self._completions.take(result):
+                    self._run_command(completion)
             case StepEnded():
                 self._pusher.end_step(command.step_id)
             case PushNow():
@@ -294,8 +299,7 @@ class _Loop:
                     self._arrivals.forget(command.lease_id)
                 self._post(WindowClosed(command.lease_id, self._transport.close_window(command.lease_id)))
             case UsePacker():
-                ring = StagingRing(command.staging_offset, command.staging_nbytes, command.slot_nbytes)
-                self._pusher.use_packer(command.packer, ring)
+                self._pusher.use_packer(command.packer, command.ring())
             case AddPeer():
                 self._transport.add_peer(command.peer, command.metadata[0])
             case RemovePeer():

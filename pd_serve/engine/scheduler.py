@@ -78,6 +78,8 @@ class Scheduler:
         self._pool = pool
         self._prompts = PromptQueue(pool.block_size)
         self._decoding: dict[AttemptId, Sequence] = {}
+        self._received: dict[AttemptId, Sequence] = {}
+        """Decoding; what came of them from elsewhere is not published yet: hashing it would delay their first step."""
         self._next_order = 0
         self._in_flight: dict[AttemptId, tuple[Sequence, BatchEntry]] = {}
         self._step_id: int | None = None
@@ -98,13 +100,13 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Take over a sequence and the references to its blocks. A DECODE sequence comes with its first token appended and not finished;
-        its received full blocks are published here. Precondition: the attempt is not here already."""
+        its received full blocks are published before they are missed (publish_received). Precondition: the attempt is not here already."""
         assert self.get(sequence.attempt_id) is None, f"attempt {sequence.attempt_id} added twice"
         sequence.order = self._next_order
         self._next_order += 1
         if sequence.prompt_done:
             assert sequence.num_uncomputed_tokens == 1
-            self._pool.publish(sequence.token_ids, sequence.block_table, sequence.num_computed_tokens)
+            self._received[sequence.attempt_id] = sequence
             self._decoding[sequence.attempt_id] = sequence
         else:
             assert sequence.num_uncomputed_tokens >= 1
@@ -112,7 +114,15 @@ class Scheduler:
 
     def remove(self, attempt_id: AttemptId) -> Sequence | None:
         """Take a sequence out, also while its step is in flight (its result is then ignored). The caller releases it."""
+        if attempt_id in self._received:
+            self.publish_received()
         return self._decoding.pop(attempt_id, None) or self._prompts.pop(attempt_id)
+
+    def publish_received(self) -> None:
+        """Call before the prefix cache is asked for something."""
+        for sequence in self._received.values():
+            self._pool.publish(sequence.token_ids, sequence.block_table, sequence.num_computed_tokens)
+        self._received.clear()
 
     def release(self, sequence: Sequence) -> None:
         """Give back the blocks of a sequence that has left: at once, or when the step in flight that uses them has ended. Idempotent."""
@@ -165,7 +175,8 @@ class Scheduler:
                 sequence.num_computed_tokens += len(entry.token_ids)
             else:
                 self._prompts.advance(sequence, len(entry.token_ids))
-            if sequence.num_computed_tokens // block_size > entry.start // block_size:
+            is_new = self._received.pop(attempt_id, None) is not None
+            if is_new or sequence.num_computed_tokens // block_size > entry.start // block_size:
                 self._pool.publish(sequence.token_ids, sequence.block_table, sequence.num_computed_tokens)
             token: TokenOutput | None = None
             finished: FinishReason | None = None

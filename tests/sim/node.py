@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pd_serve.engine.batch import Batch, BatchEntry, SampledToken, StepResult
+from pd_serve.engine.batch import BatchEntry, SampledToken, StepResult
 from pd_serve.engine.scheduler import SchedulerSettings
 from pd_serve.ids import AttemptId, Epoch, LeaseId, LinkId, PeerId
 from pd_serve.protocol.link import WorkerFrame
-from pd_serve.protocol.notify import NoticeUnion
+from pd_serve.protocol.notify import Completed, NoticeUnion
 from pd_serve.protocol.sampling import TokenLogprobs
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused, WriteWindow
 from tests.sim.checks import LegChecker, check_machine, check_source_held, check_write
@@ -49,6 +50,7 @@ from workers.events import (
     WindowOpened,
 )
 from workers.machine import WorkerMachine
+from workers.prefill.completions import StepCompletions
 from workers.settings import MachineSettings
 
 if TYPE_CHECKING:
@@ -127,8 +129,8 @@ class Node(Process):
         match action:
             case SendFrame(link_id, frame):
                 self._send_frame(link_id, frame)
-            case RunBatch(batch, pushes):
-                self._run_batch(batch, pushes)
+            case RunBatch():
+                self._run_batch(action)
             case Observe():
                 pass
             case _:
@@ -154,6 +156,8 @@ class Node(Process):
                     self._push(plan, layer)
             case StopPush(lease):
                 self._stopped_pushes.add((lease.holder, lease.lease_id))
+            case FlushThenNotify(peer, token, Completed(lease_id)) if (peer, lease_id) in self._stopped_pushes:
+                self.post(FlushDone(token, False, "the push was stopped"))
             case FlushThenNotify():
                 self._fabric.flush(self, action.peer, lambda ok, detail: self._flushed(action, ok, detail))
             case SendNotice(peer, notice):
@@ -220,22 +224,27 @@ class Node(Process):
 
     # ---- engine thread
 
-    def _run_batch(self, batch: Batch, pushes: tuple[PushPlan, ...]) -> None:
-        started_at = self.clock
+    def _run_batch(self, step: RunBatch) -> None:
+        batch, started_at = step.batch, self.clock
+        completions = StepCompletions()
+        completions.begin(step.completions)
         rng = self.loop.rng
         failing_layer = rng.randrange(self.info.layout.num_layers) if rng.random() < self.settings.engine_faults else -1
 
         def run_layer(layer: int) -> None:
             if layer == self.info.layout.num_layers:
                 sampled = tuple(self._sample(entry) for entry in batch.entries if entry.sample is not None)
-                self.post(StepDone(StepResult(batch.step_id, sampled, started_at, self.clock)))
+                result = StepResult(batch.step_id, sampled, started_at, self.clock)
+                for completion in completions.take(result):
+                    self._transport.send(partial(self._execute_on_transport, completion))
+                self.post(StepDone(result))
                 return
             if layer == failing_layer:
                 self.post(StepFailed(batch.step_id, "planted engine fault"))
                 return
             for entry in batch.entries:
                 self._compute(entry, layer)
-            self._transport.send(lambda: self._layer_ready(pushes, layer))
+            self._transport.send(lambda: self._layer_ready(step.pushes, layer))
             after = rng.uniform(0.5, 1.5) * self.settings.layer_s
             self.loop.after(after, lambda: self.call(lambda: run_layer(layer + 1)))
 

@@ -103,6 +103,7 @@ class DecodeMachine:
         refusal = self._refusal(frame, writer is not None)
         if refusal is not None:
             return [SendFrame(link_id, Refused(frame.attempt_id, *refusal))]
+        self._scheduler.publish_received()
         cached = self._pool.match_prefix(frame.token_ids)
         headroom = self._headroom_for(frame)
         if self._num_blocks_to_come(frame, len(cached), headroom) + self._num_promised_blocks(headroom) > self._pool.num_allocatable:

@@ -4,7 +4,8 @@ The life of a request here:
 
     Prefill frame -> the prefix cached here but not on decode is pushed at once (PushNow)
                   -> COMPUTING: the scheduler runs the prompt in chunks; each chunk's layers go out as they are written (RunBatch.pushes)
-                  -> last chunk done: FLUSHING: flush, then Completed (with the first token) to decode, PrefillDone to the router
+                  -> last chunk done: FLUSHING: flush, then Completed (with the first token) to decode, PrefillDone to the router; the
+                     transport thread begins with it as the step ends (RunBatch.completions), whether or not that has been heard of here
                   -> the flush has ended: source blocks go back (to the prefix cache); the job is over
 
 Cancel, Abandon, a lost link or peer, preemption, an engine fault or a drain stop a job: nothing more is issued under its lease, then
@@ -33,12 +34,15 @@ from pd_serve.kv.digest import TokenSpan
 from pd_serve.kv.layout import KVLayout
 from pd_serve.kv.routes import Route
 from pd_serve.kv.transfer import plan_ranges
-from pd_serve.protocol.link import Failed, FailureReason, PeerInfo, Prefill, PrefillDone, Sample, Target, TokenOutput
+from pd_serve.protocol.link import Failed, FailureReason, PeerInfo, Prefill, PrefillDone, Sample, Target
 from pd_serve.protocol.notify import ALL_CONTRIBUTORS, Abandon, Completed, NoticeUnion, Quiesced
+from pd_serve.protocol.sampling import TokenLogprobs
 from workers.events import Action, FlushDone, FlushThenNotify, Observe, PushNow, PushPlan, SendFrame, StopPush
 from workers.prefill.spent import SpentLeases
 from workers.settings import MachineSettings
 
+_UNKNOWN = -1
+"""Stands for the first token until it is sampled."""
 _NO_RANGES = np.empty((0, 3), dtype=np.int64)
 
 
@@ -62,8 +66,8 @@ class _Job:
     num_plans: int = 0
     pushed_nbytes: list[int] = field(default_factory=list)
     """By route."""
-    num_flushes: int = 0
-    """Of those that end the job: not answered yet."""
+    tokens: list[int] = field(default_factory=list)
+    """Of the flushes that end the job: not answered yet."""
     problem: str = ""
     """Of the first flush that failed."""
     stopped_at: float | None = None
@@ -85,6 +89,8 @@ class PrefillMachine:
         """By token: the job that waits for it, or the lease of another's whose Quiesced it carries."""
         self._next_token = 1
         self._spent = SpentLeases()
+        self._completes_early = settings.info.num_ranks == 1
+        """Records go out as the step ends. Several ranks must all have ended it first."""
 
     # ---- what is known
 
@@ -125,6 +131,7 @@ class PrefillMachine:
             return [SendFrame(link_id, Failed(frame.attempt_id, reason, detail))]
         lease = frame.target.lease
         self._spent.add(lease.holder, lease.lease_id)
+        self._scheduler.publish_received()
         cached = self._pool.match_prefix(frame.token_ids)
         num_cached = len(cached) * self._pool.block_size
         sequence = Sequence(
@@ -158,25 +165,40 @@ class PrefillMachine:
             plans += self._plans(job, entry.block_table, entry.start, entry.start + len(entry.token_ids))
         return tuple(plans)
 
+    def completions(self, batch: Batch) -> tuple[FlushThenNotify, ...]:
+        """The records of prompts that end with a batch about to run, what it samples left out. Call after pushes(batch)."""
+        flushes: list[FlushThenNotify] = []
+        for entry in batch.entries if self._completes_early else ():
+            job = self._jobs.get(entry.attempt_id)
+            if job is not None and entry.sample is not None:
+                flushes += self._flush(job, self._completed(job, entry.start + len(entry.token_ids), _UNKNOWN, None), None)
+        return tuple(flushes)
+
     def on_update(self, update: SequenceUpdate, ended_at: float) -> list[Action]:
-        """A step computed something of a job. `ended_at`: monotonic seconds."""
+        """A step computed something of a job."""
         if not update.prompt_done:
             return []
         assert update.token is not None
         job = self._jobs[update.attempt_id]
         job.stage = _Stage.FLUSHING
-        return self._flush(job, [self._completed(job, index, update.token) for index in range(len(job.routes))], ended_at)
+        if self._completes_early:
+            return [] if job.tokens else self._end(job)
+        first, num_tokens = update.token, job.sequence.num_computed_tokens
+        return list(self._flush(job, self._completed(job, num_tokens, first.token_id, first.logprobs), ended_at))
 
     def on_flush(self, event: FlushDone) -> list[Action]:
         waiting = self._flushes.pop(event.token, None)
         if not isinstance(waiting, _Job):
             return []
         job = waiting
-        job.num_flushes -= 1
+        job.tokens.remove(event.token)
         if not event.ok:
             job.problem = job.problem or event.detail or "failed"
-        if job.num_flushes:
-            return []
+        # Of records that went out with the step the answer may be here before the end of the step.
+        return [] if job.tokens or job.stage is _Stage.COMPUTING else self._end(job)
+
+    def _end(self, job: _Job) -> list[Action]:
+        """Its flushes and its step have ended."""
         del self._jobs[job.attempt_id]
         del self._by_lease[job.holder, job.target.lease.lease_id]
         self._scheduler.release(job.sequence)
@@ -313,22 +335,25 @@ class PrefillMachine:
         limit = settings.max_packing_nbytes
         return tuple(plan_packings(settings.layout, job.layout, route.heads, blocks, job.target.blocks, start, end, limit))
 
-    def _completed(self, job: _Job, index: int, first: TokenOutput) -> Completed:
-        """Of the route with that index."""
-        return Completed(
-            lease_id=job.target.lease.lease_id,
-            epoch=job.target.lease.epoch,
-            attempt_id=job.attempt_id,
-            contributor=index,
-            num_contributors=len(job.routes),
-            first_token=first.token_id,
-            logprobs=first.logprobs,
-            num_tokens=job.sequence.num_computed_tokens,
-            num_layers=self._settings.layout.num_layers,
-            nbytes=job.pushed_nbytes[index],
-            num_cached_tokens=job.sequence.num_cached_tokens,
-            compute_to_notice_s=0.0,
-        )
+    def _completed(self, job: _Job, num_tokens: int, first_token: int, logprobs: TokenLogprobs | None) -> list[Completed]:
+        """By route."""
+        return [
+            Completed(
+                lease_id=job.target.lease.lease_id,
+                epoch=job.target.lease.epoch,
+                attempt_id=job.attempt_id,
+                contributor=index,
+                num_contributors=len(job.routes),
+                first_token=first_token,
+                logprobs=logprobs,
+                num_tokens=num_tokens,
+                num_layers=self._settings.layout.num_layers,
+                nbytes=nbytes,
+                num_cached_tokens=job.sequence.num_cached_tokens,
+                compute_to_notice_s=0.0,
+            )
+            for index, nbytes in enumerate(job.pushed_nbytes)
+        ]
 
     def _fail(self, job: _Job, reason: FailureReason, detail: str, now: float) -> list[Action]:
         """Tell the router first, then stop."""
@@ -346,16 +371,20 @@ class PrefillMachine:
             return []
         job.stage = _Stage.STOPPED
         self._scheduler.remove(job.attempt_id)
+        # Of records that go out with a step, or have gone: Quiesced is the last word all the same.
+        while job.tokens:
+            del self._flushes[job.tokens.pop()]
         lease = job.target.lease
         return [StopPush(lease), *self._flush(job, _quiesced(job, lease.lease_id, lease.epoch), None)]
 
-    def _flush(self, job: _Job, notices: Iterable[NoticeUnion], ended_at: float | None) -> list[Action]:
+    def _flush(self, job: _Job, notices: Iterable[NoticeUnion], ended_at: float | None) -> list[FlushThenNotify]:
         """The last that is done for the job: each route is flushed and its notice follows."""
-        actions: list[Action] = []
+        flushes: list[FlushThenNotify] = []
         for route, notice in zip(job.routes, notices, strict=True):
-            job.num_flushes += 1
-            actions.append(FlushThenNotify(job.holder, self._token_for(job), notice, ended_at, route.src_rank, route.dst_rank))
-        return actions
+            token = self._token_for(job)
+            job.tokens.append(token)
+            flushes.append(FlushThenNotify(job.holder, token, notice, ended_at, route.src_rank, route.dst_rank))
+        return flushes
 
     def _token_for(self, waiting: _Job | tuple[PeerId, LeaseId]) -> int:
         token = self._next_token

@@ -177,12 +177,20 @@ def test_local_attempt_gives_exactly_max_tokens(prompt_len: int, max_tokens: int
     pool.check()
 
 
-def test_decode_publishes_what_it_received() -> None:
+@pytest.mark.parametrize("how", ["asked for", "first step", "removed"])
+def test_decode_publishes_what_it_received(how: str) -> None:
     pool = BlockPool(100, BLOCK)
     scheduler = make_scheduler(pool)
     sequence = make_decode(pool, 1, 9)
+    blocks = tuple(sequence.block_table[:2])
     scheduler.add(sequence)
-    assert pool.match_prefix(sequence.token_ids) == tuple(sequence.block_table[:2])
+    if how == "asked for":
+        scheduler.publish_received()
+    elif how == "first step":
+        step(scheduler, 0)
+    else:
+        scheduler.remove(AttemptId(1))
+    assert pool.match_prefix(sequence.token_ids) == blocks
 
 
 def test_moved_attempt_samples_like_an_undisturbed_one() -> None:

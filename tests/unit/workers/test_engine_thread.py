@@ -11,7 +11,7 @@ from pd_serve.engine.batch import Batch, StepResult
 from tests.patience import PATIENCE_S
 from workers.engine_thread import MAX_FAILED_STEPS, EngineFailed, EngineThread, LayerHook
 from workers.events import StepDone, StepFailed
-from workers.transport_commands import LayerReady
+from workers.transport_commands import LayerReady, StepSampled
 
 
 class Runner:
@@ -61,6 +61,16 @@ def test_layers_held_back_are_told_with_the_next_that_is_pushed(engine: tuple[En
         assert (layer.step_id, layer.layer, len(layer.held)) == (step_id, 1, 1)
         assert layer.held[0] <= layer.written_at
         assert isinstance(said.get(timeout=PATIENCE_S), StepDone)
+
+
+def test_what_was_sampled_is_told_before_the_end_of_a_step_with_completions(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
+    thread, said = engine
+    thread.serve(Runner(failing=frozenset({2})), LayerHook(said.put))
+    thread.run(Batch(1, ()), has_completions=True)
+    assert said.get(timeout=PATIENCE_S) == StepSampled(StepResult(1, (), 0.0, 1.0))
+    assert isinstance(said.get(timeout=PATIENCE_S), StepDone)
+    thread.run(Batch(2, ()), has_completions=True)
+    assert isinstance(said.get(timeout=PATIENCE_S), StepFailed)
 
 
 def test_step_without_pushes_reports_no_layer(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:

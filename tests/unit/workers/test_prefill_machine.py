@@ -28,6 +28,7 @@ from workers.events import (
     PushNow,
     RemovePeer,
     RunBatch,
+    StepFailed,
     StopPush,
     Tick,
     TransportReported,
@@ -132,6 +133,52 @@ def test_a_cancel_while_flushing_lets_the_completion_go(worker: Worker) -> None:
     assert replies(actions) == [Closed(AttemptId(1))]
     assert all_of(FlushThenNotify, actions) == []
     assert replies(worker.do(FlushDone(flush.token, True))) == []
+    assert worker.machine.is_idle
+
+
+def test_the_answer_to_a_completion_may_come_before_the_end_of_its_step(worker: Worker) -> None:
+    step = only(RunBatch, worker.frame(prefill_frame(1, prompt(4))))
+    (flush,) = step.completions
+    assert replies(worker.do(FlushDone(flush.token, True))) == []
+    assert worker.num_held_blocks == 1
+    assert replies(worker.finish_step(step.batch, 42)) == [PrefillDone(AttemptId(1), 4, 0)]
+    assert worker.machine.is_idle
+    assert worker.num_held_blocks == 0
+
+
+def test_only_the_last_chunk_brings_a_completion(worker: Worker) -> None:
+    step = only(RunBatch, worker.frame(prefill_frame(1, prompt(6))))
+    assert step.completions == ()
+    (completion,) = only(RunBatch, worker.finish_step(step.batch, 42)).completions
+    assert isinstance(completion.notice, Completed)
+    assert completion.notice.nbytes == 6 * DECODE.layout.bytes_per_token
+
+
+@pytest.mark.parametrize("is_answered", [False, True])
+def test_a_cancel_during_the_last_step_is_answered_by_quiesced_alone(worker: Worker, is_answered: bool) -> None:
+    """The completion may have gone out, or be held back by StopPush: it is not waited for."""
+    step = only(RunBatch, worker.frame(prefill_frame(1, prompt(4))))
+    (completion,) = step.completions
+    if is_answered:
+        worker.do(FlushDone(completion.token, True))
+    quiesced = only(FlushThenNotify, worker.frame(Cancel(AttemptId(1))))
+    assert isinstance(quiesced.notice, Quiesced)
+    worker.finish_step(step.batch, 42)
+    if not is_answered:
+        assert replies(worker.do(FlushDone(completion.token, False, "the push was stopped"))) == []
+    assert worker.num_held_blocks == 1
+    assert replies(worker.do(FlushDone(quiesced.token, True))) == []
+    assert worker.machine.is_idle
+    assert worker.num_held_blocks == 0
+
+
+def test_completions_of_a_failed_step_are_void(worker: Worker) -> None:
+    step = only(RunBatch, worker.frame(prefill_frame(1, prompt(4))))
+    actions = worker.do(StepFailed(step.batch.step_id, "planted"))
+    assert only_frame(Failed, actions).reason is FailureReason.ENGINE
+    quiesced = only(FlushThenNotify, actions)
+    assert isinstance(quiesced.notice, Quiesced)
+    worker.do(FlushDone(quiesced.token, True))
     assert worker.machine.is_idle
 
 

@@ -7,13 +7,16 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import msgspec
 import numpy as np
 import pytest
 
+from pd_serve.engine.batch import SampledToken, StepResult
 from pd_serve.errors import TransportError
 from pd_serve.ids import Epoch, LeaseId
 from pd_serve.protocol.link import Sample
 from pd_serve.protocol.notify import Abandon, Completed, Quiesced
+from pd_serve.protocol.sampling import TokenLogprobs
 from pd_serve.transport.base import EventSink, PeerJoined, PeerLost, PeerRefused, TransportSettings, WriteWindow
 from pd_serve.transport.loopback import LoopbackTransport
 from pd_serve.transport.loopback_fabric import LoopbackFabric
@@ -42,6 +45,7 @@ from workers.transport_commands import (
     RegisterPool,
     SamplesObserved,
     StepEnded,
+    StepSampled,
     TransportFailed,
 )
 from workers.transport_thread import TransportThread
@@ -83,6 +87,27 @@ def test_layers_land_while_the_step_runs_and_the_record_comes_after_them(pair: P
     assert isinstance(arrived.notice, Completed)
     assert arrived.peer == pair.source.peer
     assert 0 < arrived.notice.compute_to_notice_s < time.monotonic() - compute_ended_at
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_completion_goes_out_as_the_step_ends_unless_the_push_was_stopped(pair: Pair, is_stopped: bool) -> None:
+    pair.open()
+    plan = pair.plan()
+    flush = FlushThenNotify(pair.target.peer, 7, msgspec.structs.replace(pair.completed(plan), first_token=-1), None)
+    pair.source.thread.submit(BeginStep(1, (plan,), (flush,)))
+    for layer in range(NUM_LAYERS):
+        pair.source.thread.submit(LayerReady(1, layer, time.monotonic()))
+    if is_stopped:
+        pair.source.thread.submit(StopPush(plan.lease))
+    logprobs = TokenLogprobs(-0.5)
+    ended_at = time.monotonic()
+    pair.source.thread.submit(StepSampled(StepResult(1, (SampledToken(plan.attempt_id, 42, logprobs),), ended_at - 1, ended_at)))
+    assert pair.source.expect(FlushDone) == FlushDone(7, not is_stopped, "the push was stopped" if is_stopped else "")
+    if not is_stopped:
+        record = pair.target.expect(NoticeArrived).notice
+        assert isinstance(record, Completed)
+        assert (record.first_token, record.logprobs) == (42, logprobs)
+        assert 0 < record.compute_to_notice_s < time.monotonic() - ended_at
 
 
 def test_a_layer_is_issued_only_when_the_device_has_written_it(pair: Pair) -> None:
