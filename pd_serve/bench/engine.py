@@ -1,7 +1,7 @@
 """`pd-serve bench engine`: steps of the engine alone, without server, scheduler or transport, against what the memory allows.
 
-Arms are ways to compute (engine.cpu_ops off and on); they take turns within each round, and so does the read of a buffer as large as the
-weights, whose fastest pass is the limit: a decode step reads every weight and the KV of its sequences once.
+Arms are ways to compute (engine.cpu_ops off and on); they take turns within each round, and so does reads of a buffer as large as the
+weights and on pages like theirs, whose fastest pass is the limit: a decode step reads every weight and the KV of its sequences once.
 
     decode_s[BATCHxCONTEXT]         one step of BATCH sequences that see CONTEXT tokens: median; .min: fastest
     limit_ratio[BATCHxCONTEXT]      the limit's time over the fastest step's: 1 is as fast as memory can be read
@@ -61,6 +61,7 @@ def run_engine(options: EngineOptions, bars: Bars) -> Result:
     """Loads the model once per arm. Raises BenchError for a pool that is too small, ModelError, ConfigError."""
     from pd_serve.engine.loader import load_runner, plan_engine
     from pd_serve.engine.memory_speed import ReadProbe, use_threads
+    from pd_serve.engine.native.choice import open_operators
     from pd_serve.engine.parameters import num_parameters
 
     use_threads(options.threads)
@@ -75,7 +76,8 @@ def run_engine(options: EngineOptions, bars: Bars) -> Result:
         arms[f"cpu_ops={choice}"] = _Arm(load_runner(plan, None, MonotonicClock()))
         config[f"cpu_ops={choice}"] = {f"engine.{key}": value for key, value in engine.model_dump().items()}
     weights_nbytes = num_parameters(plan.info) * plan.dtype.itemsize
-    probe, reads = ReadProbe(weights_nbytes), list[float]()
+    operators = open_operators("auto", plan.layout, plan.dtype, plan.device, settings.model.cache_dir)
+    probe, reads = ReadProbe(weights_nbytes, operators), list[float]()
     with MachineWatch() as watch:
         bar = bars.add("engine steps", options.rounds + 1)
         for turn in range(options.rounds + 1):

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pd_serve.engine.huge_pages import use_huge_pages
 from pd_serve.engine.native.operators import Fusion, Operators, PackedWeight
 
 _PACK_ROWS_HINT = 16
@@ -114,12 +115,14 @@ class LinearFactory:
         self._operators = operators
         self._probed: dict[tuple[torch.Size, torch.dtype], tuple[int, ...]] = {}
         self._readable: dict[tuple[torch.Size, torch.dtype], bool] = {}
+        self._packed: list[Tensor] = []
 
     def make(self, weight: Tensor, bias: Tensor | None = None, fusion: Fusion = Fusion.NONE) -> Linear:
         """`weight` [num_outputs, num_inputs], `bias` [num_outputs]. On CPU only the packed copy is kept: opaque, no slicing, no saving."""
         packed = _pack(weight) if weight.device.type == "cpu" else None
         if packed is None:
             return Linear(lambda x, other: _fused(F.linear(x, weight, bias), other, fusion), ())
+        self._packed.append(packed)
 
         def apply(x: Tensor, other: Tensor | None) -> Tensor:
             missing = -x.shape[0] % ROW_STEP if x.shape[0] > DECODE_ROWS else 0
@@ -130,6 +133,11 @@ class LinearFactory:
 
         sizes = self._prefill_sizes(lambda x: apply(x, None), weight, weight.shape[1]) if _counts_matter(weight.dtype) else ()
         return Linear(apply, sizes, self._native(weight, packed, bias, fusion))
+
+    def settle(self) -> None:
+        """To be called when all layers have been made: moves packed weights onto huge pages."""
+        use_huge_pages((torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)) for packed in self._packed)
+        self._packed.clear()
 
     def _native(self, weight: Tensor, packed: Tensor, bias: Tensor | None, fusion: Fusion) -> NativeProduct | None:
         """The compiled operator for decode's rows, if it can read `packed`."""

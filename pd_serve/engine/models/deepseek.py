@@ -59,6 +59,7 @@ class DeepseekModel(Generic[PlanT]):
         self._layers = tuple(_load_layer(info, info.latent, weights, linears, share, index) for index in range(info.num_layers))
         self._norm = RMSNorm(weights.get("model.norm.weight", (info.hidden_size,)), info.norm_eps)
         self._head = linears.make(self._head_weight(weights)) if share.is_first else None
+        linears.settle()
 
     def forward(self, inputs: StepInputs, cache: PagedCache, plan: PlanT, on_layer: LayerHook | None) -> Tensor:
         """Write the step's latents into `cache`; return logits of the sampled rows, [num_sampled, vocab_size], in row order."""

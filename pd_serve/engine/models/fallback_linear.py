@@ -47,3 +47,4 @@ def pack_linears(model: nn.Module, counts: RowCounts) -> None:
                 bias = None if child.bias is None else child.bias.detach()
                 packed = _PackedLinear(factory.make(child.weight.detach(), bias), counts, child)
                 setattr(owner, name, packed)
+    factory.settle()

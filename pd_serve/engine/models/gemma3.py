@@ -72,6 +72,7 @@ class Gemma3Model(Generic[PlanT]):
         self._layers = tuple(_load_layer(info, weights, linears, share, (index, window)) for index, window in enumerate(windows))
         self._norm = RMSNorm(weights.get("model.norm.weight", (info.hidden_size,)), info.norm_eps, offset=1.0)
         self._head = linears.make(self._head_weight(weights)) if share.is_first else None
+        linears.settle()
 
     def forward(self, inputs: StepInputs, cache: PagedCache, plan: PlanT, on_layer: LayerHook | None) -> Tensor:
         """See DecoderModel."""

@@ -78,6 +78,7 @@ class LlamaModel(Generic[PlanT]):
         self._layers = tuple(_LayerLoader(info, weights, linears, share, index).load() for index in range(info.num_layers))
         self._norm = RMSNorm(weights.get("model.norm.weight", (info.hidden_size,)), info.norm_eps)
         self._head = linears.make(self._head_weight(weights)) if share.is_first else None
+        linears.settle()
         self._decode = self._native_step(operators)
 
     def forward(self, inputs: StepInputs, cache: PagedCache, plan: PlanT, on_layer: LayerHook | None) -> Tensor:

@@ -18,7 +18,7 @@ from pd_serve.errors import ConfigError
 from pd_serve.model_store.cache import cache_root, prepare_once
 from pd_serve.model_store.progress import Progress
 
-_NAMES = ("attention.cpp", "decode.cpp", "glue.cpp", "linear.cpp", "geometry.h", "operators.h", "vectors.h")
+_NAMES = ("attention.cpp", "decode.cpp", "glue.cpp", "linear.cpp", "read.cpp", "geometry.h", "operators.h", "vectors.h")
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
 LIBRARY = "operators.so"
 _COMPILERS = ("c++", "g++", "clang++")

@@ -23,6 +23,8 @@ _SHORT = 65536
 """Elements, or keys times query heads, up to which a call ends within microseconds."""
 _SHORT_WEIGHTS = 1 << 20
 """Elements of a weight, as above: it has to be read from memory."""
+_WORDS = 64
+"""That read() takes at a time."""
 _PANEL, _INPUTS = 32, 32
 """Outputs and inputs come in so many."""
 _PARALLEL = 32768
@@ -206,6 +208,12 @@ class Operators:
         into the first rows of `out`, contiguous. `window`: keys a query sees at most; 0: all."""
         functions = self._short if plan.is_short else self._long
         functions.attend(geometry, plan.sequences, queries.data_ptr(), queries.stride(0), slab.data_ptr(), out.data_ptr(), window)
+
+    def read(self, words: Tensor) -> int:
+        """All bits of `words` or-ed, int32, contiguous, a multiple of 64 of them: reads memory as fast as one thread can."""
+        assert not words.numel() % _WORDS, "words come in so many"
+        bits: int = self.library.pd_read(c_void_p(words.data_ptr()), c_int64(words.numel()))
+        return bits
 
     def _of(self, num_elements: int) -> _Functions:
         return self._short if num_elements <= _SHORT else self._long
