@@ -38,12 +38,12 @@ async def test_a_killed_worker_costs_no_answer(tmp_path: Path) -> None:
         async with httpx.AsyncClient(timeout=240, limits=httpx.Limits(max_connections=64)) as client:
             for salt, role in enumerate(("decode", "prefill")):
                 asked = prompts(salt)
-                expected = [await _ask(client, cluster, prompt) for prompt in asked[:4]]
+                expected = await asyncio.gather(*(_ask(client, cluster, prompt) for prompt in asked[:4]))
                 tasks = [asyncio.create_task(_ask(client, cluster, prompt)) for prompt in asked]
                 await asyncio.to_thread(wait_until, lambda: is_busy(cluster), 60, "requests run")
                 victim = await asyncio.to_thread(cluster.kill_worker, role)
                 answers = await asyncio.gather(*tasks)
                 assert answers[:4] == expected
-                assert [await _ask(client, cluster, prompt) for prompt in asked[:8]] == answers[:8]
+                assert await asyncio.gather(*(_ask(client, cluster, prompt) for prompt in asked[:8])) == answers[:8]
                 assert victim["id"] not in {worker["id"] for worker in cluster.workers() if worker["ready"]}
         cluster.assert_clean(timeout_s=15)
