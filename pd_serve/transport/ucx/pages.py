@@ -15,8 +15,8 @@ from ctypes import c_char, c_int, c_long, c_size_t, c_void_p
 HUGE_NBYTES = 2 * 1024 * 1024
 COLLAPSE_NBYTES = 32 * 1024 * 1024
 """At a time."""
-COLLAPSE_S = 1.0
-"""Processor time at most. 1 GiB is cleared in a quarter of a second, but for memory that a virtual machine has yet to get from its host."""
+COLLAPSE_S = 0.4
+"""Processor time at most: half a second for 1 GiB, several where a virtual machine has yet to get the memory. The rest stays small."""
 
 _MADV_POPULATE_WRITE = 23
 """Linux 5.14 and later: make the pages writable at once, leaving what they hold."""
