@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from pd_serve.cli.bench_options import (
+    REQUESTS,
     ArmChoice,
     ArmOption,
     BenchModelOption,
@@ -17,11 +18,14 @@ from pd_serve.cli.bench_options import (
     NameOption,
     OutOption,
     PrefillOption,
+    RoundsOption,
     SloItlOption,
     SloTpotOption,
     SloTtftOption,
     TimeoutOption,
     UrlOption,
+    VocabOption,
+    WarmupOption,
     numbers,
     slo,
 )
@@ -29,7 +33,6 @@ from pd_serve.cli.options import JsonOption, KeyOption
 from pd_serve.errors import ConfigError
 
 _LOAD = "Load"
-_REQUESTS = "Requests"
 
 EPILOG = (
     "Examples:\n\n"
@@ -58,28 +61,28 @@ def load(
     duration: Annotated[
         float, typer.Option("--duration", min=0.0, help="Seconds of sending at each rate, instead of --requests", rich_help_panel=_LOAD)
     ] = 0.0,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Parts of each load that the arms run in turn", rich_help_panel=_LOAD)] = 1,
-    warmup: Annotated[int, typer.Option("--warmup", min=0, help="Requests to each arm before", rich_help_panel=_LOAD)] = 2,
-    input_: Annotated[str, typer.Option("--input", help="Prompt tokens: 512, or 128-2048 (uniform)", rich_help_panel=_REQUESTS)] = "512",
-    output: Annotated[str, typer.Option("--output", help="Output tokens: 128, or 16-256 (uniform)", rich_help_panel=_REQUESTS)] = "128",
+    rounds: RoundsOption = 1,
+    warmup: WarmupOption = 2,
+    input_: Annotated[str, typer.Option("--input", help="Prompt tokens: 512, or 128-2048 (uniform)", rich_help_panel=REQUESTS)] = "512",
+    output: Annotated[str, typer.Option("--output", help="Output tokens: 128, or 16-256 (uniform)", rich_help_panel=REQUESTS)] = "128",
     lengths: Annotated[
         Path | None,
         typer.Option(
-            "--lengths", help="File with a line `prompt,output` per request, instead of --input, --output", rich_help_panel=_REQUESTS
+            "--lengths", help="File with a line `prompt,output` per request, instead of --input, --output", rich_help_panel=REQUESTS
         ),
     ] = None,
     prefix: Annotated[
-        int, typer.Option("--prefix", min=0, help="Tokens at the head of each prompt that others share", rich_help_panel=_REQUESTS)
+        int, typer.Option("--prefix", min=0, help="Tokens at the head of each prompt that others share", rich_help_panel=REQUESTS)
     ] = 0,
-    prefixes: Annotated[int, typer.Option("--prefixes", min=1, help="Different shared heads", rich_help_panel=_REQUESTS)] = 1,
-    vocab: Annotated[int, typer.Option("--vocab", help="Token ids of prompts are below this", rich_help_panel=_REQUESTS)] = 32_000,
+    prefixes: Annotated[int, typer.Option("--prefixes", min=1, help="Different shared heads", rich_help_panel=REQUESTS)] = 1,
+    vocab: VocabOption = 32_000,
     plans: Annotated[
-        Path | None, typer.Option("--plans", help="Send the requests of this file, as --save-plans wrote it", rich_help_panel=_REQUESTS)
+        Path | None, typer.Option("--plans", help="Send the requests of this file, as --save-plans wrote it", rich_help_panel=REQUESTS)
     ] = None,
     save_plans: Annotated[
-        Path | None, typer.Option("--save-plans", help="Write the requests of the first load to this file", rich_help_panel=_REQUESTS)
+        Path | None, typer.Option("--save-plans", help="Write the requests of the first load to this file", rich_help_panel=REQUESTS)
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="Of arrivals, lengths and prompts", rich_help_panel=_REQUESTS)] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Of arrivals, lengths and prompts", rich_help_panel=REQUESTS)] = 0,
     slo_ttft_ms: SloTtftOption = 0.0,
     slo_itl_ms: SloItlOption = 0.0,
     slo_tpot_ms: SloTpotOption = 0.0,

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pd_serve.bench.cores import CoreShare
     from pd_serve.bench.statistics import Slo
 
+REQUESTS = "Requests"
 _ARMS = "What is measured"
 _OUTPUT = "Results"
 _LIMITS = "Limits (goodput)"
@@ -55,6 +56,11 @@ CoresOption = Annotated[
         rich_help_panel=_ARMS,
     ),
 ]
+RoundsOption = Annotated[
+    int, typer.Option("--rounds", min=1, help="Parts of each load (or of the trace) that the arms run in turn", rich_help_panel=_ARMS)
+]
+WarmupOption = Annotated[int, typer.Option("--warmup", min=0, help="Requests to each arm before", rich_help_panel=_ARMS)]
+VocabOption = Annotated[int, typer.Option("--vocab", help="Token ids of prompts are below this", rich_help_panel=REQUESTS)]
 TimeoutOption = Annotated[float, typer.Option("--timeout", min=1.0, help="Seconds for a whole request", rich_help_panel=_ARMS)]
 OutOption = Annotated[
     Path | None, typer.Option("--out", help="A .json file, or a folder for a new one; by default bench-results/", rich_help_panel=_OUTPUT)
