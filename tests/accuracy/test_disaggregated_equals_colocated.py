@@ -13,7 +13,8 @@ from tests.cluster import Cluster, running
 
 BLOCK = 16
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK]
-MIXED = [[3 * index + 600 + offset for offset in range(9 + 13 * index)] for index in range(8)]
+MIXED = [[3 * index + 600 + offset for offset in range(9 + 8 * index)] for index in range(8)]
+NUM_TOKENS = 8
 
 
 def _prompt(length: int) -> list[int]:
@@ -24,7 +25,7 @@ async def _answers(cluster: Cluster, longest: int) -> list[Any]:
     async with httpx.AsyncClient(timeout=240) as client:
 
         async def ask(prompt: list[int]) -> Any:
-            body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+            body = {"model": "demo", "prompt": prompt, "max_tokens": NUM_TOKENS, "temperature": 0, "logprobs": 2, "ignore_eos": True}
             reply = await client.post(f"{cluster.url}/v1/completions", json=body)
             assert reply.status_code == 200, reply.text
             choice = reply.json()["choices"][0]
@@ -37,7 +38,7 @@ async def _answers(cluster: Cluster, longest: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("dtype", "chunks", "longest"),
     [
-        ("float32", (7,), 200),
+        ("float32", (7,), 100),
         ("bfloat16", (64,), 200),
         pytest.param("float32", (7, 64), 1000, marks=pytest.mark.slow),
         pytest.param("bfloat16", (7, 64), 1000, marks=pytest.mark.slow),
