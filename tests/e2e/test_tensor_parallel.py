@@ -9,6 +9,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -183,7 +184,8 @@ def test_the_death_of_a_rank_restarts_its_worker_and_loses_no_request(tmp_path: 
     with running(tmp_path / "logs", model=str(model), settings=settings, restart=True) as cluster:
         assert [len(worker["rank_pids"]) for worker in cluster.workers()] == [2, 2]
         prompts = [[(i * 7 + salt) % 250 + 5 for i in range(30 + salt)] for salt in range(4)]
-        expected = [_complete(cluster, prompt, 150) for prompt in prompts]
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            expected = list(pool.map(lambda prompt: _complete(cluster, prompt, 150), prompts))
         _kill_under_load(cluster, "decode", prompts, expected)
         _kill_under_load(cluster, "prefill", prompts, expected)
         assert _complete(cluster, prompts[0], 150) == expected[0]
