@@ -7,24 +7,56 @@ every other path, is the framework's.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import FastAPI
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from pd_serve.errors import PdServeError
 from pd_serve.protocol.server import line_of
-from router.api.errors import on_bug, on_error
+from router.api.errors import header_lines, on_bug, on_error, refusal
+
+logger = logging.getLogger(__name__)
+
+
+class StraightEndpoint(Protocol):
+    """An endpoint outside the framework; see api/generate.py."""
+
+    def at_once(self, scope: Scope, body: bytes) -> bool: ...
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None: ...
 
 
 class RouterApp(FastAPI):
     """`straight`: endpoints by path, for POST."""
 
-    def __init__(self, straight: Mapping[str, ASGIApp], **settings: Any) -> None:
+    def __init__(self, straight: Mapping[str, StraightEndpoint], **settings: Any) -> None:
         super().__init__(**settings)
         self._straight = straight
+
+    def answer_at_once(self, scope: Scope, body: bytes) -> bool:
+        """As pd_serve.protocol.server.AtOnce: a POST that is there as a whole. A root of callbacks."""
+        endpoint = self._straight.get(scope["path"])
+        if endpoint is None:
+            return False
+        scope["app"] = self
+        try:
+            return endpoint.at_once(scope, body)
+        except PdServeError as error:
+            refused = error
+        except Exception:
+            logger.exception("%s failed", scope["path"])
+            refused = PdServeError("internal error")
+        line = line_of(scope)
+        if line.has_begun:
+            line.cut()
+        else:
+            response = refusal(self.state.services, scope["path"], refused)
+            line.answer(header_lines(response), bytes(response.body), response.status_code)
+        return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         endpoint = self._straight.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None

@@ -55,8 +55,7 @@ class ChoiceText:
     def push_plain(self, tokens: list[TokenOutput]) -> list[str]:
         """The text of each, which may be empty. Precondition: are_plain."""
         self._count(tokens)
-        push = self._detokenizer.push
-        return [push(token.token_id) for token in tokens]
+        return self._detokenizer.push_each([token.token_id for token in tokens])
 
     def push_all(self, tokens: list[TokenOutput]) -> str:
         """The text of all. Precondition: are_plain."""

@@ -20,8 +20,12 @@ class Detokenizer(Protocol):
         """Text that is now certain; may be empty."""
         ...
 
+    def push_each(self, token_ids: list[int]) -> list[str]:
+        """What pushing each returns."""
+        ...
+
     def push_all(self, token_ids: list[int]) -> str:
-        """The same as pushing each."""
+        """The same, in one."""
         ...
 
     def flush(self) -> str:
@@ -45,6 +49,19 @@ class ByteDetokenizer:
         text, num_taken = codecs.utf_8_decode(data, "replace", False)
         self._held = data[num_taken:]
         return text
+
+    def push_each(self, token_ids: list[int]) -> list[str]:
+        texts: list[str] = []
+        held, text_bytes = self._held, self._codec.text_bytes
+        for token_id in token_ids:
+            data = text_bytes(token_id) or b""
+            if held:
+                data = held + data
+            text, num_taken = codecs.utf_8_decode(data, "replace", False)
+            held = data[num_taken:]
+            texts.append(text)
+        self._held = held
+        return texts
 
     def push_all(self, token_ids: list[int]) -> str:
         data = self._held + b"".join([self._codec.text_bytes(token_id) or b"" for token_id in token_ids])
@@ -76,8 +93,11 @@ class WindowDetokenizer:
             return self._take(text) if len(self._held) >= MAX_HELD_TOKENS else ""
         return self._take(text)
 
+    def push_each(self, token_ids: list[int]) -> list[str]:
+        return [self.push(token_id) for token_id in token_ids]
+
     def push_all(self, token_ids: list[int]) -> str:
-        return "".join([self.push(token_id) for token_id in token_ids])
+        return "".join(self.push_each(token_ids))
 
     def flush(self) -> str:
         return self._take(self._codec.decode(self._context + self._held)) if self._held else ""

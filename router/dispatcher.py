@@ -33,6 +33,7 @@ from pd_serve.protocol.link import (
     WorkerFrame,
 )
 from pd_serve.protocol.sampling import SamplingParams
+from router.deadlines import Deadlines
 from router.generation import Generation, Readers
 from router.lifecycle import (
     Action,
@@ -95,6 +96,7 @@ class Dispatcher:
         self._queue = ChoiceQueue(occupancy)
         self._occupancy = occupancy
         self._readers = Readers(self._loop)
+        self._deadlines = Deadlines(settings.request_timeout_s, clock.now, self._open, self._timed_out)
         self._keys = itertools.count(1)
         self._attempt_ids = itertools.count(secrets.randbits(62))
         self._first_token = metrics.histogram("pd_serve_time_to_first_token_seconds")
@@ -230,11 +232,11 @@ class Dispatcher:
                     generation.finish = reason
                     self._metrics.record("pd_serve_request_seconds", self._now() - generation.submitted_at)
                     self._close(generation)
-                    generation.wake()
+                    self._readers.wake(generation)
                 case GaveUp(error):
                     generation.error = error
                     self._close(generation)
-                    generation.wake()
+                    self._readers.wake(generation)
 
     def _send(self, generation: Generation, peer: PeerId, frame: RouterFrame) -> None:
         if isinstance(frame, Prefill):
@@ -253,7 +255,7 @@ class Dispatcher:
             self.timeline.first_token(generation.key, now)
             self._arrived(generation)
         generation.tokens.append(token)
-        if generation.wakes_on_token:
+        if generation.wakes_on_token and not generation.is_woken:
             self._readers.wake(generation)
 
     def _arrived(self, generation: Generation) -> None:
@@ -344,8 +346,8 @@ class Dispatcher:
         lifecycle = Lifecycle(self._settings.lifecycle, token_ids, sampling, self._new_attempt_id)
         generation = Generation(next(self._keys), len(token_ids), lifecycle, sampling.max_tokens, wake, wakes_on_token, takes_what_fits)
         generation.submitted_at = self._now()
-        generation.request_timer = self._loop.call_later(self._settings.request_timeout_s, self._timed_out, generation)
         self._open[generation.key] = generation
+        self._deadlines.added()
         return generation
 
     def _new_attempt_id(self) -> AttemptId:
@@ -383,9 +385,6 @@ class Dispatcher:
         self._metrics.record("pd_serve_generated_tokens_total", num_output_tokens)
         outcome = generation.finish.value if generation.finish else generation.error.code if generation.error else "cancelled"
         self.timeline.ended(generation.key, outcome, num_output_tokens, self._now())
-        if generation.request_timer is not None:
-            generation.request_timer.cancel()
-            generation.request_timer = None
         followers, generation.followers = generation.followers, ()
         for follower in followers:
             if follower.key in self._open:

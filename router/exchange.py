@@ -3,8 +3,8 @@
     submit -> first token or failure -> status line -> tokens ... -> usage, [DONE]
 
 A failure before the first byte has its own status; after it, an error event ends the stream, without a finish.
-Tokens of a client that keeps up are written where they arrive, with no task between: one write for all that came together. A task sees
-to the beginning, to the end, and to a client that does not keep up.
+There is no task: what has come is written where it arrives, one write for all that came together, and a client that does not keep up is
+written to again when it has read. What the callbacks raise ends here, as an error 500 or a connection cut.
 
 The client's going away is noticed at any moment (also while queued) and cancels every choice at once, on both legs. Whatever happens,
 when the response ends, nothing of it is left in the dispatcher and admission has been left.
@@ -12,18 +12,15 @@ when the response ends, nothing of it is left in the dispatcher and admission ha
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
-
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from typing import NamedTuple, Protocol
 
 from pd_serve.errors import PdServeError
 from pd_serve.protocol.sampling import SamplingParams
-from pd_serve.protocol.server import AnswerLine, line_of
-from router.api.errors import error_response
+from pd_serve.protocol.server import AnswerLine
+from router.api.errors import error_response, header_lines
 from router.choice import ChoiceText, Piece
 from router.generation import Generation
 from router.services import Services
@@ -36,8 +33,7 @@ CLIENT_CLOSED_REQUEST = 499
 """Label of pd_serve_requests_total when the client went away; never sent. Source: nginx."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedPrompt:
+class PreparedPrompt(NamedTuple):
     token_ids: tuple[int, ...]
     samplings: tuple[SamplingParams, ...]
     """One per choice."""
@@ -61,8 +57,7 @@ class AnswerBuilder(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class AnswerPlan:
+class AnswerPlan(NamedTuple):
     """How the client wants it."""
 
     response_id: str
@@ -74,108 +69,93 @@ class AnswerPlan:
     include_usage: bool
 
 
-class ExchangeResponse(Response):
-    """The response to a generation request. Admission has been entered; it is left here."""
+class Exchange:
+    """The answer to a generation request: start(), and it takes care of itself. Admission has been entered; it is left here.
 
-    def __init__(self, services: Services, plan: AnswerPlan, received_at: float = 0.0) -> None:
-        """`received_at`: monotonic seconds at which the request began to come in, for the timeline."""
-        self.status_code = 200
-        self.background = None
+    `on_end` is called once, when the response has ended. `received_at`: monotonic seconds at which the request began to come in, for the
+    timeline.
+    """
+
+    __slots__ = ("_choices", "_has_begun", "_is_client_gone", "_is_over", "_line", "_on_end", "_plan", "_received_at", "_services")
+
+    def __init__(self, services: Services, plan: AnswerPlan, line: AnswerLine, received_at: float, on_end: Callable[[], None]) -> None:
         self._services = services
         self._plan = plan
+        self._line = line
         self._received_at = received_at
+        self._on_end = on_end
         self._choices: list[ChoiceState] = []
-        self._wake = asyncio.Event()
+        self._has_begun = False
+        """The status line of a stream has been written."""
         self._is_client_gone = False
-        self._max_backlog = services.config.router.max_stream_backlog_tokens
-        self._is_sending = False
-        """A part of the stream is on its way out: until it is, tokens pile up."""
-        self._line: AnswerLine | None = None
-        self._is_pouring = False
-        """The stream has begun, and its task waits for news: tokens may be written without it."""
+        self._is_over = False
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        code = CLIENT_CLOSED_REQUEST
-        self._line = line = line_of(scope)
-        line.watch(self._client_gone)
+    def start(self) -> None:
+        """Precondition: nothing of the answer has been sent. Raises nothing."""
+        self._line.watch(self._client_gone, self._woken)
+        if self._is_over:
+            return
         try:
-            try:
-                self._submit()
-                await self._news()
-                self._raise_failure()
-            except PdServeError as error:
-                self._cancel_all()
-                code = error.http_status
-                await error_response(error)(scope, receive, send)
-                return
-            code = await (self._stream(line, self._plan.events) if self._plan.events else self._answer(line, scope, receive, send))
-        finally:
-            self._is_pouring = False
-            line.watch(_nothing)
-            self._cancel_all()
-            self._choices.clear()  # each refers to this exchange, and this to each: nothing would let go of them soon
-            self._services.admission.leave()
-            self._services.metrics.count("pd_serve_requests_total", str(CLIENT_CLOSED_REQUEST if self._is_client_gone else code))
+            self._submit()
+        except PdServeError as error:
+            self._refuse(error)
+        except Exception:  # noqa: BLE001 - root of callbacks: logged, and the client's answer ends
+            self._broken()
+
+    def abandon(self) -> None:
+        """Whoever waited for its end waits no more. Idempotent."""
+        self._end(CLIENT_CLOSED_REQUEST)
 
     # ---- choices
 
     def _submit(self) -> None:
-        wakes_on_token = self._plan.events is not None or bool(self._plan.stops)
-        for prompt in self._plan.prompts:
+        plan = self._plan
+        wakes_on_token = plan.events is not None or bool(plan.stops)
+        for prompt in plan.prompts:
             generations = self._services.dispatcher.submit(
                 prompt.token_ids, prompt.samplings, self._woken, wakes_on_token, prompt.takes_what_fits, self._received_at
             )
             for generation, sampling in zip(generations, prompt.samplings, strict=True):
-                text = ChoiceText(self._services.codec, self._plan.stops, sampling.min_tokens)
+                text = ChoiceText(self._services.codec, plan.stops, sampling.min_tokens)
                 self._choices.append(ChoiceState(text, generation, []))
 
-    async def _news(self) -> None:
-        """Wait until some choice has something new."""
-        await self._wake.wait()
-        self._wake.clear()
-
     def _woken(self) -> None:
-        """A client that does not read may not make this process hold ever more for it."""
-        if self._is_pouring and self._pour():
+        """Some choice has something new, or the client has read. A root of callbacks."""
+        if self._is_over:
             return
-        self._wake.set()
-        if self._is_sending and sum(len(choice.generation.tokens) for choice in self._choices) > self._max_backlog:
+        try:
+            if self._plan.events is None:
+                self._collect()
+            elif not self._line.is_clear:
+                self._bound_backlog()
+            elif self._has_begun or not self._refuse_failure():
+                self._stream(self._plan.events)
+        except Exception:  # noqa: BLE001 - root of callbacks: logged, and the client's answer ends
+            self._broken()
+
+    def _bound_backlog(self) -> None:
+        """A client that does not read may not make this process hold ever more for it."""
+        if sum(len(choice.generation.tokens) for choice in self._choices) > self._services.config.router.max_stream_backlog_tokens:
             logger.warning("%s cut: the client does not read its stream", self._plan.response_id)
             self._client_gone()
-            assert self._line is not None
             self._line.cut()
 
-    def _pour(self) -> bool:
-        """Write what has come. False: there is more to do than that, or the client does not keep up; the task sees to it."""
-        line, events = self._line, self._plan.events
-        if line is None or events is None or not line.is_clear:
-            return False
-        for choice in self._choices:
-            if not choice.is_over and (choice.generation.finish is not None or choice.generation.error is not None):
-                return False
-        out: list[bytes] = []
-        is_over = False
-        for index, choice in enumerate(self._choices):
-            if choice.generation.tokens and not choice.is_over:
-                self._write_choice(out, events, index, choice)
-                is_over = is_over or choice.is_over
-        if part := b"".join(out):
-            line.write(part)
-        return not is_over
-
-    def _raise_failure(self) -> None:
+    def _refuse_failure(self) -> bool:
+        """True: a choice has failed before anything was sent, and the client has been told."""
         for choice in self._choices:
             if choice.generation.error is not None:
-                raise choice.generation.error
+                self._refuse(choice.generation.error)
+                return True
+        return False
 
     def _cancel_all(self) -> None:
         for choice in self._choices:
             self._services.dispatcher.cancel(choice.generation)
 
     def _client_gone(self) -> None:
-        self._is_client_gone = True
-        self._cancel_all()
-        self._wake.set()
+        if not self._is_over:
+            self._is_client_gone = True
+            self._end(CLIENT_CLOSED_REQUEST)
 
     def _drain(self, choice: ChoiceState) -> list[Piece]:
         """Pieces of the tokens that came since; marks the choice over, and cancels it when a stop string was found."""
@@ -210,80 +190,93 @@ class ExchangeResponse(Response):
 
     # ---- answers
 
-    async def _answer(self, line: AnswerLine, scope: Scope, receive: Receive, send: Send) -> int:
-        try:
-            while True:
-                self._raise_failure()
-                for choice in self._choices:
-                    if not choice.is_over:
-                        choice.pieces += self._drain(choice)
-                if self._is_client_gone:
-                    return CLIENT_CLOSED_REQUEST
-                if all(choice.is_over for choice in self._choices):
-                    break
-                await self._news()
-        except PdServeError as error:
-            self._cancel_all()
-            await error_response(error)(scope, receive, send)
-            return error.http_status
-        body = self._plan.builder.whole(self._choices, self._usage())
-        await line.answer(_headers(self._plan.response_id, b"application/json"), body)
-        return 200
+    def _collect(self) -> None:
+        """Towards one whole answer, which waits for a client that has not read the one before."""
+        if self._refuse_failure():
+            return
+        is_complete = True
+        for choice in self._choices:
+            if not choice.is_over:
+                choice.pieces += self._drain(choice)
+                is_complete = is_complete and choice.is_over
+        if is_complete and self._line.is_clear:
+            body = self._plan.builder.whole(self._choices, self._usage())
+            self._line.answer(_headers(self._plan.response_id, b"application/json"), body)
+            self._end(200)
 
-    async def _stream(self, line: AnswerLine, events: EventWriter) -> int:
-        line.begin(_headers(self._plan.response_id, b"text/event-stream; charset=utf-8"))
-        while not self._is_client_gone:
-            out: list[bytes] = []
-            error: PdServeError | None = None
-            for index, choice in enumerate(self._choices):
-                if choice.is_over:
-                    continue
-                if choice.generation.tokens or choice.generation.finish is not None:
-                    self._write_choice(out, events, index, choice)
-                if not choice.is_over and choice.generation.error is not None:
-                    error = choice.generation.error
-            if error is not None:
-                logger.warning("%s broke off: %s", self._plan.response_id, error.message)
-                out.append(error_event(error))
-                await self._send(line, out, is_last=True)
-                return error.http_status
-            is_last = all(choice.is_over for choice in self._choices)
-            if is_last:
-                if self._plan.include_usage:
-                    out.append(events.usage(self._usage()))
-                out.append(DONE)
-            if out:
-                await self._send(line, out, is_last)
-            if is_last:
-                return 200
-            self._is_pouring = True
-            await self._news()
-            self._is_pouring = False
-        return CLIENT_CLOSED_REQUEST
-
-    async def _send(self, line: AnswerLine, parts: list[bytes], is_last: bool) -> None:
-        self._is_sending = True
-        await line.until_clear()
-        self._is_sending = False
-        line.write(b"".join(parts), is_last)
+    def _stream(self, events: EventWriter) -> None:
+        out: list[bytes] = []
+        error: PdServeError | None = None
+        is_last = True
+        for index, choice in enumerate(self._choices):
+            if choice.is_over:
+                continue
+            generation = choice.generation
+            if generation.tokens or generation.finish is not None:
+                self._write_choice(out, events, index, choice)
+            if not choice.is_over:
+                is_last = False
+                error = error or generation.error
+        if error is not None:
+            logger.warning("%s broke off: %s", self._plan.response_id, error.message)
+            out.append(error_event(error))
+        elif is_last:
+            if self._plan.include_usage:
+                out.append(events.usage(self._usage()))
+            out.append(DONE)
+        if not self._has_begun:
+            self._has_begun = True
+            self._line.begin(_headers(self._plan.response_id, b"text/event-stream; charset=utf-8"))
+        is_last = is_last or error is not None
+        self._line.write(b"".join(out), is_last)
+        if is_last:
+            self._end(200 if error is None else error.http_status)
 
     def _write_choice(self, out: list[bytes], events: EventWriter, index: int, choice: ChoiceState) -> None:
         if not choice.has_begun:
             choice.has_begun = True
             out.append(events.begin(index))
         generation = choice.generation
-        if len(generation.tokens) > 1 and choice.text.are_plain(generation.tokens):
+        if choice.text.are_plain(generation.tokens):
             tokens, generation.tokens = generation.tokens, []
             out.append(events.texts(index, choice.text.push_plain(tokens)))
+            if generation.finish is None:
+                return
         for piece in self._drain(choice):
             out.append(events.piece(index, piece))
         if choice.text.finish_reason is not None:
             out.append(events.finish(index, choice.text.finish_reason))
 
+    # ---- the end
 
-def _nothing() -> None:
-    return None
+    def _refuse(self, error: PdServeError) -> None:
+        """An answer of its own, as nothing has been sent yet. To a client that has not read the one before, it comes all the same."""
+        self._cancel_all()
+        response = error_response(error)
+        self._line.answer(header_lines(response), bytes(response.body), response.status_code)
+        self._end(error.http_status)
+
+    def _broken(self) -> None:
+        """A bug: the text of it stays in the log. Called where an exception is handled."""
+        logger.exception("%s failed", self._plan.response_id)
+        error = PdServeError("internal error")
+        if self._line.has_begun:
+            self._line.cut()
+            self._end(error.http_status)
+        else:
+            self._refuse(error)
+
+    def _end(self, code: int) -> None:
+        if self._is_over:
+            return
+        self._is_over = True
+        self._line.unwatch()
+        self._cancel_all()
+        self._choices.clear()  # each refers to this exchange, and this to each: nothing would let go of them soon
+        self._services.admission.leave()
+        self._services.metrics.count("pd_serve_requests_total", str(code))
+        self._on_end()
 
 
-def _headers(response_id: str, content_type: bytes) -> list[tuple[bytes, bytes]]:
-    return [(b"content-type", content_type), (b"cache-control", b"no-cache"), (b"x-request-id", response_id.encode())]
+def _headers(response_id: str, content_type: bytes) -> bytes:
+    return b"content-type: %b\r\ncache-control: no-cache\r\nx-request-id: %b\r\n" % (content_type, response_id.encode())

@@ -16,7 +16,9 @@ from router.policy.base import Demand
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One choice, as its reader sees it: tokens appear in `tokens`, then one of `finish` and `error`; `wake` tells of each change."""
+    """One choice, as its reader sees it: tokens appear in `tokens`, then one of `finish` and `error`; `wake` tells of changes, soon after
+    and never from within the reader's own calls.
+    """
 
     key: int
     num_prompt_tokens: int
@@ -36,13 +38,12 @@ class Generation:
     reason: MoveReason = MoveReason.FIRST
     is_queued: bool = False
     is_woken: bool = False
-    """Its reader is about to be told of tokens."""
+    """Its reader is about to be told."""
     attempt_id: AttemptId | None = None
     charged: tuple[PeerId, ...] = ()
     submitted_at: float = 0.0
     last_token_at: float = 0.0
     queue_timer: asyncio.TimerHandle | None = None
-    request_timer: asyncio.TimerHandle | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -64,7 +65,7 @@ class Generation:
 
 
 class Readers:
-    """Wakes readers of tokens, each once for all that one look at the links has brought: one that is behind finds several together."""
+    """Wakes readers, each once for all that one look at the links has brought: one that is behind finds several together."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -51,45 +51,38 @@ class LifecycleSettings:
 # ---- events
 
 
-@dataclass(frozen=True, slots=True)
-class Assigned:
+class Assigned(msgspec.Struct, frozen=True):
     """Where the next attempt goes. `prefill` None: decode computes the prompt itself."""
 
     prefill: PeerId | None
     decode: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class FrameArrived:
+class FrameArrived(msgspec.Struct, frozen=True):
     peer: PeerId
     frame: Reserved | Refused | PrefillDone | Failed | Closed
 
 
-@dataclass(frozen=True, slots=True)
-class TokenArrived:
+class TokenArrived(msgspec.Struct, frozen=True):
     peer: PeerId
     token: TokenOutput
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerLost:
+class WorkerLost(msgspec.Struct, frozen=True):
     """The link to the worker is gone; it forgets everything of this router by itself."""
 
     peer: PeerId
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(msgspec.Struct, frozen=True):
     """The client is gone, or wants no more (a stop string was found)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedOut:
+class TimedOut(msgspec.Struct, frozen=True):
     """The request's time in the queue or in all is up."""
 
 
-@dataclass(frozen=True, slots=True)
-class HandoverTimedOut:
+class HandoverTimedOut(msgspec.Struct, frozen=True):
     """So long after AwaitHandover."""
 
     attempt_id: AttemptId
@@ -101,14 +94,12 @@ Event = Assigned | FrameArrived | TokenArrived | WorkerLost | CancelRequested | 
 # ---- actions
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     peer: PeerId
     frame: RouterFrame
 
 
-@dataclass(frozen=True, slots=True)
-class NeedAssignment:
+class NeedAssignment(msgspec.Struct, frozen=True):
     """Answer with Assigned when a place is found."""
 
     exclude: frozenset[PeerId]
@@ -116,23 +107,19 @@ class NeedAssignment:
     reason: MoveReason
 
 
-@dataclass(frozen=True, slots=True)
-class Emit:
+class Emit(msgspec.Struct, frozen=True):
     token: TokenOutput
 
 
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(msgspec.Struct, frozen=True):
     reason: FinishReason
 
 
-@dataclass(frozen=True, slots=True)
-class GaveUp:
+class GaveUp(msgspec.Struct, frozen=True):
     error: PdServeError
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitHandover:
+class AwaitHandover(msgspec.Struct, frozen=True):
     """Answer with HandoverTimedOut after `timeout_s`, whatever has happened by then."""
 
     attempt_id: AttemptId
@@ -234,16 +221,21 @@ class Lifecycle:
     def _on_assigned(self, event: Assigned) -> tuple[Action, ...]:
         assert self._attempt is None, "assigned twice"
         self._attempt = _Attempt(self._new_attempt_id(), event.decode, event.prefill)
-        sampling = msgspec.structs.replace(self._sampling, max_tokens=self._sampling.max_tokens - self.num_output_tokens)
         frame = Open(
             attempt_id=self._attempt.attempt_id,
             token_ids=self.token_ids,
             num_output_tokens=self.num_output_tokens,
-            sampling=sampling,
+            sampling=self._sampling_left(),
             writer=event.prefill,
             timeout_s=self._settings.transfer_timeout_s,
         )
         return (Send(event.decode, frame),)
+
+    def _sampling_left(self) -> SamplingParams:
+        num_output_tokens = self.num_output_tokens
+        if not num_output_tokens:
+            return self._sampling
+        return msgspec.structs.replace(self._sampling, max_tokens=self._sampling.max_tokens - num_output_tokens)
 
     def _on_frame(self, peer: PeerId, frame: Reserved | Refused | PrefillDone | Failed | Closed) -> tuple[Action, ...]:
         attempt = self._attempt
@@ -271,8 +263,7 @@ class Lifecycle:
         if attempt.prefill is None or frame.target is None or attempt.prefill_leg is not _Leg.UNTOLD:
             return ()
         attempt.prefill_leg = _Leg.HELD
-        sampling = msgspec.structs.replace(self._sampling, max_tokens=self._sampling.max_tokens - self.num_output_tokens)
-        prefill = Prefill(attempt.attempt_id, self.token_ids, self.num_output_tokens, sampling, frame.target)
+        prefill = Prefill(attempt.attempt_id, self.token_ids, self.num_output_tokens, self._sampling_left(), frame.target)
         return (Send(attempt.prefill, prefill),)
 
     def _on_refused(self, attempt: _Attempt, reason: RefusalReason, detail: str) -> tuple[Action, ...]:

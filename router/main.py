@@ -20,6 +20,7 @@ import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from pd_serve.addresses import bound_socket, http_address, require_secret_beyond_loopback
 from pd_serve.clock import MonotonicClock
@@ -35,11 +36,11 @@ from pd_serve.protocol.siblings import SiblingStream, Topic
 from pd_serve.tls import client_tls, server_tls
 from router.admission import Admission
 from router.api import internal, models, ops
-from router.api.chat import chat_route
-from router.api.completions import completions_route
+from router.api.chat import chat_endpoint
+from router.api.completions import completions_endpoint
 from router.api.errors import on_bug, on_error, on_http_exception
 from router.api.openapi import openapi_route
-from router.app import RouterApp
+from router.app import RouterApp, StraightEndpoint
 from router.dispatcher import Dispatcher, DispatcherSettings
 from router.lifecycle import LifecycleSettings
 from router.occupancy import Occupancy, SharedOccupancy
@@ -100,9 +101,9 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
             services.dispatcher.close(NoWorkerError("the router is shutting down"))
             await services.pool.close()
 
-    routes = (chat_route(), completions_route())
-    app = RouterApp({route.path: route.app for route in routes}, title="pd-serve", lifespan=lifespan, openapi_url=None)
-    app.router.routes[:] = routes
+    straight: dict[str, StraightEndpoint] = {"/v1/chat/completions": chat_endpoint(), "/v1/completions": completions_endpoint()}
+    app = RouterApp(straight, title="pd-serve", lifespan=lifespan, openapi_url=None)
+    app.router.routes[:] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in straight.items()]
     for module in (models, ops, internal):
         app.include_router(module.router)
     app.router.routes.append(openapi_route(app.routes, config.router, config.security))

@@ -226,8 +226,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "deaf-to-the-client": Mutation(
         "router/exchange.py",
-        "line.watch(self._client_gone)",
-        "pass",
+        "self._line.watch(self._client_gone, self._woken)",
+        "self._line.watch(lambda: None, self._woken)",
         _ROUTER + "test_failures.py::test_client_that_goes_away_leaves_nothing",
     ),
     "old-attempts-heard": Mutation(
@@ -244,8 +244,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "abandoned-requests-go-on": Mutation(
         "router/exchange.py",
-        "line.watch(self._client_gone)",
-        "pass",
+        "self._line.watch(self._client_gone, self._woken)",
+        "self._line.watch(lambda: None, self._woken)",
         _CLASSES + "test_overload_by_impatient_clients_leaves_an_idle_system",
     ),
     "silence-is-health": Mutation(

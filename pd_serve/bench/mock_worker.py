@@ -28,6 +28,7 @@ from websockets.server import ServerProtocol
 
 from pd_serve.ids import AttemptId, Incarnation, PeerId, WorkerId, new_incarnation
 from pd_serve.kv.layout import KVDtype, KVLayout
+from pd_serve.protocol.framing import wrap_bare
 from pd_serve.protocol.link import (
     BlockCounts,
     Cancel,
@@ -197,6 +198,7 @@ class MockLink:
         self._websocket = ServerProtocol(max_size=MAX_FRAME_NBYTES)
         self._encode = worker_codec().encode
         self._decode = router_codec().decode
+        self._unsent: list[bytes] = []
         self._live: dict[AttemptId, int] = {}
         """Tokens left of each open attempt."""
         self._token_ids = count()
@@ -263,10 +265,12 @@ class MockLink:
         self._timer = self._loop.call_later(LOAD_INTERVAL_S, self._report)
 
     def _queue(self, frame: WorkerFrame) -> None:
-        self._websocket.send_binary(self._encode(frame))
+        self._unsent += self._websocket.data_to_send()
+        self._unsent.append(wrap_bare(self._encode(frame)))
 
     def _flush(self) -> None:
-        data = b"".join(self._websocket.data_to_send())
+        data = b"".join([*self._unsent, *self._websocket.data_to_send()])
+        self._unsent.clear()
         if data:
             self._transport.write(data)
 

@@ -1,7 +1,8 @@
 """The two ways of speaking to another process: the router's end of a link (hot), and control calls over HTTP (rare).
 
-A `Link` is websockets' sans-I/O protocol on an asyncio transport: a received frame costs one decode and one call, a sent frame one write,
-with no task and no queue between. Frames sent within one turn of the event loop leave together. Owned by the event loop's thread.
+A `Link` is websockets' sans-I/O protocol on an asyncio transport, but for the messages themselves, which framing.py cuts and wraps: a
+received frame costs one decode and one call, a sent frame one write, with no task and no queue between. Frames sent within one turn of the
+event loop leave together. Owned by the event loop's thread.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ from pd_serve.protocol.control import (
     RouterStatus,
     WorkerStatus,
 )
+from pd_serve.protocol.framing import FrameCutter, FrameWrapper
 from pd_serve.protocol.link import Role, RouterFrame, WorkerFrame, router_codec, worker_codec
 from pd_serve.tls import tls_trouble
 from pd_serve.wire import MAX_FRAME_NBYTES, PROTOCOL_VERSION
@@ -52,6 +54,7 @@ MAX_UNSENT_NBYTES = 256 * 1024 * 1024
 
 CLOSE_TIMEOUT_S = 1.0
 """For the other side to read what was sent before a close."""
+_HEAD_END = b"\r\n\r\n"
 
 
 class LinkSettings(msgspec.Struct, frozen=True):
@@ -79,6 +82,10 @@ class Link(asyncio.Protocol):
         self._codec_in = worker_codec()
         self._codec_out = router_codec()
         self._websocket = ClientProtocol(parse_uri(url), max_size=MAX_FRAME_NBYTES)
+        self._cutter = FrameCutter(MAX_FRAME_NBYTES)
+        self._wrapper = FrameWrapper()
+        self._head_end = b""
+        """Last bytes received of the handshake, in which its end may have begun."""
         self._settings = settings
         self._transport: asyncio.Transport | None = None
         self._unsent: list[bytes] = []
@@ -95,10 +102,9 @@ class Link(asyncio.Protocol):
         """Queue one frame; everything queued in this turn of the loop is written together. False: the link is closed."""
         if self._is_closed or self._websocket.state is not State.OPEN:
             return False
-        self._websocket.send_binary(self._codec_out.encode(frame))
         if not self._unsent:
             self._loop.call_soon(self._write)
-        self._unsent += self._websocket.data_to_send()
+        self._unsent.append(self._wrapper.wrap(self._codec_out.encode(frame)))
         return True
 
     def close(self, reason: str) -> None:
@@ -138,8 +144,33 @@ class Link(asyncio.Protocol):
         self._write()
 
     def data_received(self, data: bytes) -> None:
+        if self._websocket.state is State.CONNECTING:
+            data = self._shake_hands(data)
+            if not data:
+                return
+        for part, is_message in self._cutter.cut(data):
+            if not is_message:
+                self._websocket.receive_data(part)
+                self._after_receive()
+            elif self._websocket.state is State.OPEN:
+                self._deliver(part)
+
+    def _shake_hands(self, data: bytes) -> bytes:
+        """Take what belongs to the handshake; returns what came after it."""
+        seen = self._head_end + data
+        end = seen.find(_HEAD_END)
+        rest = b""
+        if end >= 0:
+            size = end + len(_HEAD_END) - len(self._head_end)
+            data, rest = data[:size], data[size:]
+        self._head_end = seen[-len(_HEAD_END) + 1 :]
         self._websocket.receive_data(data)
         self._after_receive()
+        if rest and self._websocket.state is State.CONNECTING:  # refused: the reason follows
+            self._websocket.receive_data(rest)
+            self._after_receive()
+            return b""
+        return rest
 
     def eof_received(self) -> None:
         self._websocket.receive_eof()
@@ -159,8 +190,8 @@ class Link(asyncio.Protocol):
             if isinstance(event, Response):
                 if self._websocket.handshake_exc is None and not self.opened.done():
                     self.opened.set_result(None)
-            elif isinstance(event, WebSocketFrame):
-                self._handle(event)
+            elif isinstance(event, WebSocketFrame) and event.opcode in (Opcode.BINARY, Opcode.TEXT, Opcode.CONT):
+                self.close("the worker sent a frame that is not one binary message")
         pending = self._websocket.data_to_send()
         if pending:
             self._unsent += pending
@@ -168,16 +199,12 @@ class Link(asyncio.Protocol):
         if self._websocket.handshake_exc is not None or self._websocket.close_expected():
             self._close_transport()
 
-    def _handle(self, event: WebSocketFrame) -> None:
-        if event.opcode is not Opcode.BINARY or not event.fin:
-            if event.opcode in (Opcode.TEXT, Opcode.CONT) or (event.opcode is Opcode.BINARY and not event.fin):
-                self.close("the worker sent a frame that is not one binary message")
-            return
+    def _deliver(self, message: bytes) -> None:
         if self._is_closed or self._on_frame is None:
             return
         self.last_heard_at = self._loop.time()
         try:
-            frame = self._codec_in.decode(event.data)
+            frame = self._codec_in.decode(message)
         except ProtocolError as error:
             self.close(f"protocol error: {error}")
             return

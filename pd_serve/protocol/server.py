@@ -5,7 +5,8 @@
     whole read   head and body not there `read_timeout_s` after the first byte may have come: 408 and closed
     write        a client that takes nothing for `stall_timeout_s` while bytes wait for it: cut; what it asked for is cancelled
 
-Every bound holds before the app is called, for any path, with or without a key. Owned by the event loop's thread.
+Every bound holds before the app is called, for any path, with or without a key. An app may have `answer_at_once`: it is called for a POST
+that came whole in one read, with no task; what it does not answer then comes by ASGI. Owned by the event loop's thread.
 Source: https://www.rfc-editor.org/rfc/rfc9110 (status codes), https://asgi.readthedocs.io (extensions).
 """
 
@@ -20,7 +21,7 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 LINE_EXTENSION = "pd_serve.line"
 """ASGI extension: the AnswerLine of the request."""
@@ -44,17 +45,24 @@ class ServerLimits:
     stall_timeout_s: float
 
 
+AtOnce = Callable[[Any, bytes], bool]
+"""`answer_at_once(scope, body)` of an app. True: it answers by the request's AnswerLine, now or later. Raises nothing."""
+
+
 class AnswerLine:
-    """The way of one answer, status 200, to its client, with no task between: what an app may use instead of ASGI's `receive` and `send`.
+    """The way of one answer to its client, with no task between: what an app may use instead of ASGI's `receive` and `send`.
 
     begin -> write ... -> the last write;  or answer.  Headers: lower case, without content-length and transfer-encoding.
     """
+
+    __slots__ = ("_cycle", "_head", "_on_clear", "_on_gone")
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle = cycle
         self._head = b""
         """Goes out with what is written first."""
         self._on_gone: Callable[[], None] = _nothing
+        self._on_clear: Callable[[], None] = _nothing
 
     @property
     def has_begun(self) -> bool:
@@ -69,65 +77,74 @@ class AnswerLine:
     @property
     def is_clear(self) -> bool:
         """The client keeps up, as far as can be seen: what is written now does not wait behind much."""
-        return not (self._cycle.flow.write_paused or self.is_over)
+        cycle = self._cycle
+        return not (cycle.flow.write_paused or cycle.response_complete or cycle.disconnected)
 
-    async def until_clear(self) -> None:
-        """Until the client has read enough, or is gone."""
-        if self._cycle.flow.write_paused and not self.is_over:
-            await self._cycle.flow.drain()
-
-    def begin(self, headers: list[tuple[bytes, bytes]]) -> None:
-        """An answer in parts, whose length nobody knows yet."""
-        self._begin(headers, b"transfer-encoding: chunked\r\n\r\n")
+    def begin(self, headers: bytes) -> None:
+        """An answer in parts, status 200, whose length nobody knows yet. `headers`: whole lines."""
+        self._begin(200, headers, b"transfer-encoding: chunked\r\n\r\n")
 
     def write(self, part: bytes, is_last: bool = False) -> None:
         """Send a part, in one write with the head if it is the first. Nothing happens when the client is gone."""
         cycle = self._cycle
-        if self.is_over:
+        if cycle.response_complete or cycle.disconnected:
             return
-        head, self._head = self._head, b""
         chunk = b"%x\r\n%b\r\n" % (len(part), part) if part else b""
-        cycle.transport.write(b"%b%b%b" % (head, chunk, b"0\r\n\r\n" if is_last else b""))
+        if self._head or is_last:
+            chunk = b"%b%b%b" % (self._head, chunk, b"0\r\n\r\n" if is_last else b"")
+            self._head = b""
+        if chunk:
+            cycle.transport.write(chunk)
         if is_last:
             self._complete()
 
-    async def answer(self, headers: list[tuple[bytes, bytes]], body: bytes) -> None:
-        """A whole answer as one write, once the client has read enough of what came before."""
-        await self.until_clear()
+    def answer(self, headers: bytes, body: bytes, status: int = 200) -> None:
+        """A whole answer as one write. Nothing happens when the client is gone."""
         if not self.is_over:
-            self._begin(headers, b"content-length: %d\r\n\r\n" % len(body))
+            self._begin(status, headers, b"content-length: %d\r\n\r\n" % len(body))
             self._cycle.transport.write(self._head + body)
             self._complete()
 
-    def _begin(self, headers: list[tuple[bytes, bytes]], rest: bytes) -> None:
+    def _begin(self, status: int, headers: bytes, rest: bytes) -> None:
         cycle = self._cycle
         assert not cycle.response_started
         cycle.response_started = True
-        lines = [b"%b: %b\r\n" % header for header in (*cycle.default_headers, *headers)]
-        if not cycle.keep_alive:
-            lines.append(b"connection: close\r\n")
-        self._head = b"HTTP/1.1 200 OK\r\n%b%b" % (b"".join(lines), rest)
+        lines = b"".join([b"%b: %b\r\n" % header for header in cycle.default_headers])
+        closing = b"" if cycle.keep_alive else b"connection: close\r\n"
+        self._head = b"%b%b%b%b%b" % (STATUS_LINE[status], lines, headers, closing, rest)
 
     def _complete(self) -> None:
         cycle = self._cycle
         cycle.response_complete = True
+        self._on_gone = self._on_clear = _nothing
         cycle.message_event.set()
         if not cycle.keep_alive:
             cycle.transport.close()
-        cycle.on_response()
+        on_response, cycle.on_response = cycle.on_response, _nothing
+        on_response()
 
-    def watch(self, on_gone: Callable[[], None]) -> None:
-        """`on_gone`, and none given before, is called once, when the client goes before its answer is complete: now, if it has gone."""
-        self._on_gone = on_gone
+    def watch(self, on_gone: Callable[[], None], on_clear: Callable[[], None]) -> None:
+        """`on_gone` is called once, when the client goes before its answer is complete: now, if it has gone. `on_clear` whenever a client
+        that did not keep up has read enough. None given before is called any more.
+        """
+        self._on_gone, self._on_clear = on_gone, on_clear
         if self._cycle.disconnected:
             self.lost()
 
+    def unwatch(self) -> None:
+        self._on_gone = self._on_clear = _nothing
+
     def lost(self) -> None:
         """The client is gone. Idempotent."""
-        on_gone, self._on_gone = self._on_gone, _nothing
+        on_gone = self._on_gone
+        self._on_gone = self._on_clear = _nothing
         if not self._cycle.response_complete:
             self._cycle.disconnected = True
             on_gone()
+
+    def cleared(self) -> None:
+        """What waited to be sent has been."""
+        self._on_clear()
 
     def cut(self) -> None:
         """End the connection at once, whatever still waits to be sent."""
@@ -150,6 +167,12 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._stall_timer: asyncio.TimerHandle | None = None
         self._lines: list[AnswerLine] = []
         """Of the requests that are not answered yet: one, unless the client sends more before it has read."""
+        self._at_once: AtOnce | None = getattr(self.app, "answer_at_once", None)
+        self._is_feeding = False
+        self._unstarted: RequestResponseCycle | None = None
+        """A request whose head has come in this read: perhaps all of it does."""
+        self._is_reading = True
+        """A request may be on its way in, and is not there."""
 
     # ---- connection
 
@@ -171,11 +194,30 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._is_refused:
             return
         self._unparsed_nbytes += len(data)
+        self._is_feeding = self._at_once is not None
         super().data_received(data)
+        self._is_feeding = False
+        if self._unstarted is not None:
+            self._start(self._unstarted)
+        if self._is_reading and self._read_timer is None and not self._is_refused:
+            self._await_request()
         if self._unparsed_nbytes > self._limits.max_header_nbytes and not self._is_refused:
             self._refuse(431)
 
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if self._is_feeding and self._unstarted is None and not cycle.waiting_for_100_continue and cycle.scope["method"] == "POST":
+            self._unstarted = cycle
+        else:
+            super()._start_asgi_task(cycle, app)
+
+    def _start(self, cycle: RequestResponseCycle) -> None:
+        """At once, if all of it is there and the app can."""
+        self._unstarted = None
+        if cycle.more_body or cycle.disconnected or self._at_once is None or not self._at_once(cycle.scope, bytes(cycle.body)):
+            super()._start_asgi_task(cycle, self.app)
+
     def handle_websocket_upgrade(self) -> None:
+        self._is_reading = False
         _cancel(self._read_timer)
         super().handle_websocket_upgrade()
 
@@ -199,8 +241,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._head_nbytes = 0
-        if self._read_timer is None:
-            self._await_request()
+        self._is_reading = True
 
     def on_headers_complete(self) -> None:
         before = self.cycle
@@ -212,7 +253,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_url(self, url: bytes) -> None:
         self._count_head(len(url))
-        super().on_url(url)
+        self.url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self._count_head(len(name) + len(value) + 4)
@@ -224,6 +265,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         self._unparsed_nbytes = 0
+        self._is_reading = False
         _cancel(self._read_timer)
         self._read_timer = None
         super().on_message_complete()
@@ -245,6 +287,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         _cancel(self._stall_timer)
         self._stall_timer = None
         super().resume_writing()
+        for line in tuple(self._lines):
+            line.cleared()
 
     def _await_request(self) -> None:
         self._read_timer = self.loop.call_later(self._limits.read_timeout_s, self._give_up_reading)

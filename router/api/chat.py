@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from starlette.routing import Route
-
 from pd_serve.protocol.openai import ChatCompletionRequest, parse_chat
-from router.api.generate import GenerationEndpoint, new_response_id, now_s, prepared_prompt, tokenize
+from router.api.generate import GenerationEndpoint, Texts, new_response_id, now_s, prepared_prompt
 from router.choice import chat_logprobs
 from router.exchange import AnswerPlan, ChoiceState
 from router.services import Services
@@ -16,25 +14,33 @@ from router.tokenizer import TextCodec
 from router.whole import UsageCounts, WholeHead, chat_choice_json, whole_json
 
 
-async def _plan(services: Services, request: ChatCompletionRequest) -> AnswerPlan:
-    limits = services.limits()
-    limits.check_text(sum(len(message.text) for message in request.messages), "messages")
-    text = services.codec.render_chat(request.messages, request.chat_template_kwargs)
-    limits.check_text(len(text), "messages")
-    token_ids = await tokenize(services.codec, text, add_special_tokens=False, num_chars=len(text))
-    limits.check_prompt(token_ids, "messages")
-    prompt = prepared_prompt(request, limits, token_ids, request.output_limit, request.num_logprobs)
-    response_id, created = new_response_id("chatcmpl"), now_s()
-    events = None
-    if request.stream:
-        head = event_head(response_id, "chat.completion.chunk", created, services.model_name)
-        events = ChatEvents(services.codec, head, request.include_usage)
-    builder = _ChatBuilder(services.codec, response_id, created, services.model_name, request.logprobs)
-    return AnswerPlan(response_id, (prompt,), request.stop, builder, events, request.include_usage)
+class _ChatPlanner:
+    def parse(self, body: bytes) -> ChatCompletionRequest:
+        return parse_chat(body)
+
+    def texts(self, services: Services, request: ChatCompletionRequest) -> Texts:
+        limits = services.limits()
+        limits.check_text(sum(len(message.text) for message in request.messages), "messages")
+        text = services.codec.render_chat(request.messages, request.chat_template_kwargs)
+        limits.check_text(len(text), "messages")
+        return Texts((text,), add_special_tokens=False)
+
+    def plan(self, services: Services, request: ChatCompletionRequest, encoded: tuple[tuple[int, ...], ...]) -> AnswerPlan:
+        limits = services.limits()
+        (token_ids,) = encoded
+        limits.check_prompt(token_ids, "messages")
+        prompt = prepared_prompt(request, limits, token_ids, request.output_limit, request.num_logprobs)
+        response_id, created = new_response_id("chatcmpl"), now_s()
+        events = None
+        if request.stream:
+            head = event_head(response_id, "chat.completion.chunk", created, services.model_name)
+            events = ChatEvents(services.codec, head, request.include_usage)
+        builder = _ChatBuilder(services.codec, response_id, created, services.model_name, request.logprobs)
+        return AnswerPlan(response_id, (prompt,), request.stop, builder, events, request.include_usage)
 
 
-def chat_route() -> Route:
-    return Route("/v1/chat/completions", GenerationEndpoint(parse_chat, _plan), methods=["POST"])
+def chat_endpoint() -> GenerationEndpoint[ChatCompletionRequest]:
+    return GenerationEndpoint(_ChatPlanner())
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from starlette.routing import Route
-
 from pd_serve.protocol.openai import CompletionRequest, parse_completion
-from router.api.generate import GenerationEndpoint, new_response_id, now_s, prepared_prompt, tokenize
+from router.api.generate import GenerationEndpoint, Texts, new_response_id, now_s, prepared_prompt
 from router.choice import completion_logprobs
 from router.exchange import AnswerPlan, ChoiceState, PreparedPrompt
 from router.services import Services
@@ -16,32 +14,41 @@ from router.tokenizer import TextCodec
 from router.whole import UsageCounts, WholeHead, completion_choice_json, whole_json
 
 
-async def _plan(services: Services, request: CompletionRequest) -> AnswerPlan:
-    limits = services.limits()
-    prompts: list[PreparedPrompt] = []
-    echoes: list[str] = []
-    lengths = [len(prompt) for prompt in request.prompts if isinstance(prompt, str)]
-    for num_chars in lengths:
-        limits.check_text(num_chars, "prompt")
-    for prompt in request.prompts:
-        token_ids = await tokenize(services.codec, prompt, True, sum(lengths)) if isinstance(prompt, str) else prompt
-        limits.check_prompt(token_ids, "prompt")
-        prompts.append(prepared_prompt(request, limits, token_ids, request.output_limit, request.num_logprobs))
-        echo = ""
-        if request.echo:
-            echo = prompt if isinstance(prompt, str) else services.codec.decode(token_ids)
-        echoes += [echo] * request.n
-    response_id, created = new_response_id("cmpl"), now_s()
-    events = None
-    if request.stream:
-        head = event_head(response_id, "text_completion", created, services.model_name)
-        events = CompletionEvents(services.codec, head, request.include_usage, tuple(echoes))
-    builder = _CompletionBuilder(services.codec, response_id, created, services.model_name, request.logprobs is not None, tuple(echoes))
-    return AnswerPlan(response_id, tuple(prompts), request.stop, builder, events, request.include_usage)
+class _CompletionPlanner:
+    def parse(self, body: bytes) -> CompletionRequest:
+        return parse_completion(body)
+
+    def texts(self, services: Services, request: CompletionRequest) -> Texts:
+        limits = services.limits()
+        texts = tuple([prompt for prompt in request.prompts if isinstance(prompt, str)])
+        for text in texts:
+            limits.check_text(len(text), "prompt")
+        return Texts(texts, add_special_tokens=True)
+
+    def plan(self, services: Services, request: CompletionRequest, encoded: tuple[tuple[int, ...], ...]) -> AnswerPlan:
+        limits = services.limits()
+        prompts: list[PreparedPrompt] = []
+        echoes: list[str] = []
+        texts = iter(encoded)
+        for prompt in request.prompts:
+            token_ids = next(texts) if isinstance(prompt, str) else prompt
+            limits.check_prompt(token_ids, "prompt")
+            prompts.append(prepared_prompt(request, limits, token_ids, request.output_limit, request.num_logprobs))
+            echo = ""
+            if request.echo:
+                echo = prompt if isinstance(prompt, str) else services.codec.decode(token_ids)
+            echoes += [echo] * request.n
+        response_id, created = new_response_id("cmpl"), now_s()
+        events = None
+        if request.stream:
+            head = event_head(response_id, "text_completion", created, services.model_name)
+            events = CompletionEvents(services.codec, head, request.include_usage, tuple(echoes))
+        builder = _CompletionBuilder(services.codec, response_id, created, services.model_name, request.logprobs is not None, tuple(echoes))
+        return AnswerPlan(response_id, tuple(prompts), request.stop, builder, events, request.include_usage)
 
 
-def completions_route() -> Route:
-    return Route("/v1/completions", GenerationEndpoint(parse_completion, _plan), methods=["POST"])
+def completions_endpoint() -> GenerationEndpoint[CompletionRequest]:
+    return GenerationEndpoint(_CompletionPlanner())
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from pd_serve.errors import InvalidRequestError, NotFoundError, PdServeError, UnavailableError
 from pd_serve.protocol.openai import error_body
-from router.services import services_of
+from router.services import Services, services_of
 
 
 class UnknownPathError(NotFoundError):
@@ -39,12 +39,22 @@ def error_response(error: PdServeError) -> Response:
     return Response(error_body(error).model_dump_json(), error.http_status, headers, "application/json")
 
 
+def header_lines(response: Response) -> bytes:
+    """Whole lines, but for the length."""
+    return b"".join([b"%b: %b\r\n" % header for header in response.raw_headers if header[0] != b"content-length"])
+
+
+def refusal(services: Services, path: str, error: PdServeError) -> Response:
+    """The answer to a request that ends with an error before any response began."""
+    if path.startswith("/v1/"):
+        services.metrics.count("pd_serve_requests_total", str(error.http_status))
+    return error_response(error)
+
+
 async def on_error(request: Request, error: Exception) -> Response:
     """An error of the tree raised by a handler, before any response began."""
     assert isinstance(error, PdServeError)
-    if request.url.path.startswith("/v1/"):
-        services_of(request).metrics.count("pd_serve_requests_total", str(error.http_status))
-    return error_response(error)
+    return refusal(services_of(request), request.url.path, error)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -14,26 +14,79 @@ from pd_serve.config import RouterConfig
 from pd_serve.errors import InvalidRequestError, NotFoundError
 from pd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
 from pd_serve.protocol.sampling import SamplingParams
+from pd_serve.protocol.server import line_of
 from router.admission import Limits, header, read_body
-from router.api.glance import check_sizes
-from router.exchange import AnswerPlan, ExchangeResponse, PreparedPrompt
+from router.api.glance import LONG_BODY, check_sizes
+from router.exchange import AnswerPlan, Exchange, PreparedPrompt
 from router.services import Services
 from router.tokenizer import TextCodec
 
 LONG_TEXT = 2_048
 """Characters in one request from which tokenizing goes to another thread, so that it does not hold up the streams."""
 
+_drawing = random.Random(secrets.randbits(256))
+"""Response ids and seeds: they have to differ, not to be secret, and drawing them costs no call of the system."""
+_PARSED = "pd_serve.parsed"
+"""ASGI extension: what at_once has found out of a request that takes a while."""
+
 R = TypeVar("R", bound=GenerationRequest)
 
 
+class Texts(NamedTuple):
+    """What has to be tokenized of a request."""
+
+    texts: tuple[str, ...]
+    add_special_tokens: bool
+
+    @property
+    def is_long(self) -> bool:
+        """Many short ones take as long as one that is long."""
+        return sum(map(len, self.texts)) >= LONG_TEXT
+
+
+class Planner(Protocol[R]):
+    """What differs between the endpoints. Each raises the errors of the tree that can be known by then."""
+
+    def parse(self, body: bytes) -> R: ...
+
+    def texts(self, services: Services, request: R) -> Texts: ...
+
+    def plan(self, services: Services, request: R, encoded: tuple[tuple[int, ...], ...]) -> AnswerPlan:
+        """`encoded`: the tokens of each of its texts."""
+        ...
+
+
 class GenerationEndpoint(Generic[R]):
-    """An ASGI endpoint, so that neither request nor response passes through the framework's argument and response handling: it would cost
-    as much as all the rest. Raises every error of the tree that can be known before a worker is asked; the app's handlers answer those.
+    """An endpoint that bypasses the framework's argument and response handling, which would cost as much as all the rest.
+
+    at_once: a request that is there as a whole is prepared and submitted with no task at all
+    ASGI:    any other; raises every error of the tree that can be known before a worker is asked, and the app's handlers answer those
     """
 
-    def __init__(self, parse: Callable[[bytes], R], plan: Callable[[Services, R], Awaitable[AnswerPlan]]) -> None:
-        self._parse = parse
-        self._plan = plan
+    def __init__(self, planner: Planner[R]) -> None:
+        self._planner = planner
+
+    def at_once(self, scope: Scope, body: bytes) -> bool:
+        """False: it takes a while to prepare; nothing is held for it, and it comes again as ASGI. Raises the errors of the tree."""
+        services: Services = scope["app"].state.services
+        if len(body) >= LONG_BODY or len(body) > services.config.router.max_body_bytes:
+            return False
+        received_at = time.monotonic()
+        services.admission.enter(header(scope, b"authorization"))
+        has_begun = False
+        try:
+            parsed = self._parsed(services, body)
+            texts = self._planner.texts(services, parsed)
+            if texts.is_long:
+                scope["extensions"][_PARSED] = {"request": parsed, "texts": texts}
+                return False
+            plan = self._planner.plan(services, parsed, _encoded(services.codec, texts))
+            has_begun = True
+        finally:
+            if not has_begun:
+                services.admission.leave()
+        Exchange(services, plan, line_of(scope), received_at, _nothing).start()
+        return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received_at = time.monotonic()
@@ -41,18 +94,46 @@ class GenerationEndpoint(Generic[R]):
         services.admission.enter(header(scope, b"authorization"))
         has_begun = False
         try:
-            body = await read_body(scope, receive, services.config.router.max_body_bytes)
-            check_sizes(body, services.limits(), services.config.router)
-            parsed = self._parse(body)
-            if parsed.model != services.model_name:
-                raise NotFoundError(f"The model `{parsed.model}` does not exist; this server has `{services.model_name}`", "model")
-            check_counts(parsed, services.config.router)
-            response = ExchangeResponse(services, await self._plan(services, parsed), received_at)
+            if known := scope["extensions"].get(_PARSED):
+                parsed: R = known["request"]
+                texts: Texts = known["texts"]
+            else:
+                body = await read_body(scope, receive, services.config.router.max_body_bytes)
+                check_sizes(body, services.limits(), services.config.router)
+                parsed = self._parsed(services, body)
+                texts = self._planner.texts(services, parsed)
+            plan = self._planner.plan(services, parsed, await tokenize(services.codec, texts))
             has_begun = True
         finally:
             if not has_begun:
                 services.admission.leave()
-        await response(scope, receive, send)
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        exchange = Exchange(services, plan, line_of(scope), received_at, lambda: None if ended.done() else ended.set_result(None))
+        try:
+            exchange.start()
+            await ended
+        finally:
+            exchange.abandon()
+
+    def _parsed(self, services: Services, body: bytes) -> R:
+        parsed = self._planner.parse(body)
+        if parsed.model != services.model_name:
+            raise NotFoundError(f"The model `{parsed.model}` does not exist; this server has `{services.model_name}`", "model")
+        check_counts(parsed, services.config.router)
+        return parsed
+
+
+async def tokenize(codec: TextCodec, texts: Texts) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each, without holding up the event loop."""
+    return await asyncio.to_thread(_encoded, codec, texts) if texts.is_long else _encoded(codec, texts)
+
+
+def _encoded(codec: TextCodec, texts: Texts) -> tuple[tuple[int, ...], ...]:
+    return tuple([codec.encode(text, texts.add_special_tokens) for text in texts.texts])
+
+
+def _nothing() -> None:
+    return None
 
 
 def check_counts(request: GenerationRequest, limits: RouterConfig) -> None:
@@ -69,13 +150,6 @@ def check_counts(request: GenerationRequest, limits: RouterConfig) -> None:
         raise InvalidRequestError(f"'messages' may hold at most {limits.max_messages} messages", "messages")
 
 
-async def tokenize(codec: TextCodec, text: str, add_special_tokens: bool, num_chars: int) -> tuple[int, ...]:
-    """`num_chars`: of all texts of the request, as many short ones take as long as one that is long."""
-    if num_chars < LONG_TEXT:
-        return codec.encode(text, add_special_tokens)
-    return await asyncio.to_thread(codec.encode, text, add_special_tokens)
-
-
 def prepared_prompt(
     request: GenerationRequest, limits: Limits, token_ids: tuple[int, ...], wanted: int | None, num_logprobs: int
 ) -> PreparedPrompt:
@@ -86,7 +160,7 @@ def prepared_prompt(
     for param, ids in (("logit_bias", tuple(request.logit_bias)), ("stop_token_ids", request.stop_token_ids)):
         if any(token_id >= limits.vocab_size for token_id in ids):
             raise InvalidRequestError(f"'{param}' holds a token id that is not below the vocabulary size of {limits.vocab_size}", param)
-    seed = secrets.randbits(63) if request.seed is None else request.seed
+    seed = _drawing.getrandbits(63) if request.seed is None else request.seed
     samplings = tuple(
         SamplingParams(
             max_tokens=max_tokens,
@@ -110,7 +184,7 @@ def prepared_prompt(
 
 
 def new_response_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"
+    return f"{prefix}-{_drawing.getrandbits(96):024x}"
 
 
 def now_s() -> int:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+import msgspec
+
 from pd_serve.ids import PeerId
 from pd_serve.protocol.link import Role
 
@@ -22,8 +24,7 @@ class RouteKind(Enum):
     LOCAL = "local"
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerView:
+class WorkerView(msgspec.Struct, frozen=True):
     """One linked, compatible, not draining worker as of now."""
 
     peer: PeerId
@@ -48,8 +49,7 @@ class WorkerView:
         return self.role is not Role.PREFILL
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True):
     """What must be placed."""
 
     num_tokens: int
@@ -61,8 +61,7 @@ class Demand:
     """A decode worker that has the prompt in its prefix cache."""
 
 
-@dataclass(frozen=True, slots=True)
-class Route:
+class Route(msgspec.Struct, frozen=True):
     """An assignment that could be made now. `prefill` None: the prompt is computed by the decode worker."""
 
     prefill: WorkerView | None
