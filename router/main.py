@@ -60,6 +60,10 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_S = 75
 """Longer than the idle time after which common clients and balancers close: they must be the first to do so."""
 BACKLOG = 2048
+ACCEPTS_AT_ONCE = 32
+"""The event loop accepts one connection per turn from each listening socket, so there are duplicates of it: under load, the last of some
+hundred clients that come together would wait for that many turns.
+"""
 GC_THRESHOLD = 10_000
 """Objects made and kept before the collector looks for cycles among them: thousands of open requests are no garbage."""
 
@@ -180,7 +184,7 @@ class _Server:
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signal_number, self._stop)
         logger.info("listening at %s", self._address)
-        await self._server.serve([self._listener])
+        await self._server.serve(accepting_together(self._listener))
         return 0 if self._server.started else 1
 
     def _listening(self) -> None:
@@ -214,6 +218,11 @@ class _QuietServer(uvicorn.Server):
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         await self._serve(sockets)
+
+
+def accepting_together(listener: socket.socket) -> list[socket.socket]:
+    """The socket and its duplicates."""
+    return [listener, *(listener.dup() for _ in range(ACCEPTS_AT_ONCE - 1))]
 
 
 def limits_of_server(router: RouterConfig) -> ServerLimits:
@@ -272,7 +281,12 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int, occupanc
     )
     settings = DispatcherSettings(
         lifecycle=LifecycleSettings(router.transfer_timeout_s, router.handover_timeout_s, router.max_moves),
-        routing=RoutingSettings(router.local_prefill_max_tokens, config.engine.max_batch_tokens, config.engine.max_running),
+        routing=RoutingSettings(
+            local_prefill_max_tokens=router.local_prefill_max_tokens,
+            prefill_window_tokens=config.engine.max_batch_tokens,
+            max_sequences=config.engine.max_running,
+            short_prompt_tokens=config.engine.max_batch_tokens // 4,
+        ),
         queue_timeout_s=router.queue_timeout_s,
         request_timeout_s=router.request_timeout_s,
         max_queued=router.max_queued_requests,
