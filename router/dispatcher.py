@@ -57,7 +57,7 @@ from router.lifecycle import (
 from router.load import LoadBook
 from router.moves import MoveReason
 from router.occupancy import Occupancy
-from router.policy.base import Policy, RoutingSettings, WorkerView, possible_routes
+from router.policy.base import Policy, RoutingSettings, WorkerView, possible_routes, waits_for_compute_only
 from router.pool import WorkerPool
 from router.queue import ChoiceQueue
 from router.timeline import Timeline
@@ -89,11 +89,11 @@ class Dispatcher:
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._now = clock.now
-        self._book = LoadBook()
+        self._book = LoadBook(settings.routing.short_prompt_tokens)
         self.timeline = Timeline()
         self._open: dict[int, Generation] = {}
         self._by_attempt: dict[AttemptId, Generation] = {}
-        self._queue = ChoiceQueue(occupancy)
+        self._queue = ChoiceQueue(occupancy, settings.routing.short_prompt_tokens)
         self._occupancy = occupancy
         self._readers = Readers(self._loop)
         self._deadlines = Deadlines(settings.request_timeout_s, clock.now, self._open, self._timed_out)
@@ -293,15 +293,21 @@ class Dispatcher:
             self._arm_queue_timer(generation)
 
     def _pump(self) -> None:
-        """Assign whatever can be assigned now, oldest first."""
+        """Assign whatever can be assigned now, oldest first; a short prompt before one that waits for compute alone."""
+        routing = self._settings.routing
         while (generation := self._queue.head()) is not None:
-            lifecycle = generation.lifecycle
             demand, views = generation.demand, self._views()
-            routes = possible_routes(demand, views, self._settings.routing)
+            routes = possible_routes(demand, views, routing)
             if not routes:
                 if self._settle_length(generation, views):
                     continue
-                return
+                short = self._queue.short_head()
+                if short is None or not waits_for_compute_only(demand, views, routing):
+                    return
+                generation, demand = short, short.demand
+                if not (routes := possible_routes(demand, views, routing)):
+                    return
+            lifecycle = generation.lifecycle
             route = self._policy.choose(demand, routes)
             self._unqueue(generation)
             prefill = None if route.prefill is None else route.prefill.peer

@@ -9,7 +9,7 @@ Sums are kept, not made: a look at a worker costs the same however many requests
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from pd_serve.ids import PeerId
 from pd_serve.protocol.link import Load
@@ -30,12 +30,15 @@ class _Charge:
 class _Charges:
     """What one worker was sent in one role, by key of the choice."""
 
-    def __init__(self) -> None:
+    def __init__(self, short_tokens: int) -> None:
+        self._short_tokens = short_tokens
         self._charges: dict[int, _Charge] = {}
         self._uncovered: dict[int, _Charge] = {}
         self._block_size = 0
         self._num_uncovered_blocks = 0
         self.num_tokens = 0
+        self.num_short_tokens = 0
+        """Of those of at most `short_tokens`."""
         self.num_uncovered_tokens = 0
 
     def __len__(self) -> int:
@@ -44,14 +47,14 @@ class _Charges:
     def add(self, key: int, num_tokens: int) -> None:
         self.pop(key)
         self._charges[key] = self._uncovered[key] = _Charge(num_tokens)
-        self.num_tokens += num_tokens
+        self._count(num_tokens, 1)
         self._count_uncovered(num_tokens, 1)
 
     def pop(self, key: int) -> None:
         """Idempotent."""
         charge = self._charges.pop(key, None)
         if charge is not None:
-            self.num_tokens -= charge.num_tokens
+            self._count(charge.num_tokens, -1)
             if self._uncovered.pop(key, None) is not None:
                 self._count_uncovered(charge.num_tokens, -1)
 
@@ -73,6 +76,11 @@ class _Charges:
             self._num_uncovered_blocks = sum(self._num_blocks(charge.num_tokens) for charge in self._uncovered.values())
         return self._num_uncovered_blocks
 
+    def _count(self, num_tokens: int, sign: int) -> None:
+        self.num_tokens += sign * num_tokens
+        if num_tokens <= self._short_tokens:
+            self.num_short_tokens += sign * num_tokens
+
     def _count_uncovered(self, num_tokens: int, sign: int) -> None:
         self.num_uncovered_tokens += sign * num_tokens
         if self._block_size:
@@ -84,8 +92,8 @@ class _Charges:
 
 @dataclass(slots=True)
 class _Worker:
-    prefill: _Charges = field(default_factory=_Charges)
-    decode: _Charges = field(default_factory=_Charges)
+    prefill: _Charges
+    decode: _Charges
     has_refused: bool = False
     """It refused for want of room, and has not reported since."""
 
@@ -93,7 +101,9 @@ class _Worker:
 class LoadBook:
     """Charges by peer and by a key of the caller's (one per choice)."""
 
-    def __init__(self) -> None:
+    def __init__(self, short_tokens: int = 0) -> None:
+        """`short_tokens`: as RoutingSettings.short_prompt_tokens."""
+        self._short_tokens = short_tokens
         self._workers: dict[PeerId, _Worker] = {}
 
     def charge(self, key: int, prefill: PeerId | None, decode: PeerId, num_tokens: int) -> None:
@@ -166,6 +176,7 @@ class LoadBook:
             num_sequences=self.num_sequences(peer, load),
             joined=worker.joined,
             is_joining=is_joining,
+            short_backlog_tokens=self._worker(peer).prefill.num_short_tokens,
         )
 
     def is_empty(self) -> bool:
@@ -174,5 +185,5 @@ class LoadBook:
     def _worker(self, peer: PeerId) -> _Worker:
         worker = self._workers.get(peer)
         if worker is None:
-            worker = self._workers[peer] = _Worker()
+            worker = self._workers[peer] = _Worker(_Charges(self._short_tokens), _Charges(self._short_tokens))
         return worker

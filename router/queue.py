@@ -1,4 +1,5 @@
-"""Choices that wait for a worker: first come, first served by arrival of the request. Used by the dispatcher only.
+"""Choices that wait for a worker: first come, first served by arrival of the request; short prompts may pass others that wait for compute
+alone. Used by the dispatcher only.
 
 One that leaves from the middle stays in the heap until it comes up or such leftovers are the majority: taken over many, an operation costs
 no more than a logarithm of the length.
@@ -18,8 +19,12 @@ _FEW = 16
 class ChoiceQueue:
     """push -> head ... -> leave. `Generation.is_queued` says who is in; `occupancy` is kept up to date."""
 
-    def __init__(self, occupancy: Occupancy) -> None:
+    def __init__(self, occupancy: Occupancy, short_tokens: int = 0) -> None:
+        """`short_tokens`: as RoutingSettings.short_prompt_tokens."""
         self._heap: list[tuple[int, Generation]] = []
+        self._short: list[tuple[int, Generation]] = []
+        """The short ones of these."""
+        self._short_tokens = short_tokens
         self._num_queued = 0
         self._occupancy = occupancy
 
@@ -33,15 +38,16 @@ class ChoiceQueue:
         self._num_queued += 1
         self._occupancy.set_queued(self._num_queued)
         heapq.heappush(self._heap, (generation.key, generation))
+        if generation.num_tokens <= self._short_tokens:
+            heapq.heappush(self._short, (generation.key, generation))
 
     def head(self) -> Generation | None:
         """The oldest; it stays."""
-        while self._heap:
-            generation = self._heap[0][1]
-            if generation.is_queued:
-                return generation
-            heapq.heappop(self._heap)
-        return None
+        return _first(self._heap)
+
+    def short_head(self) -> Generation | None:
+        """The oldest of those with a short prompt."""
+        return _first(self._short)
 
     def leave(self, generation: Generation) -> None:
         """Idempotent."""
@@ -50,8 +56,18 @@ class ChoiceQueue:
         generation.is_queued = False
         self._num_queued -= 1
         self._occupancy.set_queued(self._num_queued)
-        if self._heap[0][1] is generation:
-            heapq.heappop(self._heap)
-        elif len(self._heap) > 2 * self._num_queued + _FEW:
-            self._heap = [entry for entry in self._heap if entry[1].is_queued]
-            heapq.heapify(self._heap)
+        for heap in (self._heap, self._short):
+            if heap and heap[0][1] is generation:
+                heapq.heappop(heap)
+            elif len(heap) > 2 * self._num_queued + _FEW:
+                heap[:] = [entry for entry in heap if entry[1].is_queued]
+                heapq.heapify(heap)
+
+
+def _first(heap: list[tuple[int, Generation]]) -> Generation | None:
+    while heap:
+        generation = heap[0][1]
+        if generation.is_queued:
+            return generation
+        heapq.heappop(heap)
+    return None

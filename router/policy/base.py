@@ -1,7 +1,8 @@
 """What a policy sees and says. Which workers *can* take a request now is decided here, once; a policy only picks among them.
 
 A pair is a candidate when its prefill has joined its decode, neither is draining, the request fits, and the worker that computes the prompt
-could start it within about a step: the queue lives in the router, so that no reserved block waits one out.
+could start it within about a step: the queue lives in the router, so that no reserved block waits one out. A short prompt is started in the
+next step however long the others are (pd_serve.engine.scheduler_prompts): only those as short count.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ class WorkerView(msgspec.Struct, frozen=True):
     """Peers it can exchange KV with."""
     is_joining: bool
     """It came so lately that missing joins may still succeed."""
+    short_backlog_tokens: int = 0
+    """Of short prompts that were sent there from here and are not yet computed."""
 
     @property
     def can_decode(self) -> bool:
@@ -81,6 +84,13 @@ class RoutingSettings:
     """A worker with less backlog than this can start another prompt within about a step."""
     max_sequences: int
     """Sequences per decode worker."""
+    short_prompt_tokens: int = 0
+    """Prompts of at most so many tokens are short; a quarter of a step, or less."""
+
+    @property
+    def short_window_tokens(self) -> int:
+        """What a step has for short prompts: all but the share of the oldest."""
+        return self.prefill_window_tokens - self.prefill_window_tokens // 4
 
 
 class Policy(Protocol):
@@ -111,10 +121,10 @@ def _routes(demand: Demand, workers: Sequence[WorkerView], settings: RoutingSett
         pairs = [prefill for prefill in prefills if decode.peer in prefill.joined and prefill.peer in decode.joined]
         local_reason = _local_reason(demand, decode, prefills, pairs, settings)
         if local_reason:
-            if decode.prefill_backlog_tokens < settings.prefill_window_tokens:
+            if _can_start(demand, decode, settings):
                 routes.append(Route(None, decode, local_reason))
             continue
-        routes += [Route(prefill, decode, "load") for prefill in pairs if prefill.prefill_backlog_tokens < settings.prefill_window_tokens]
+        routes += [Route(prefill, decode, "load") for prefill in pairs if _can_start(demand, prefill, settings)]
     return routes
 
 
@@ -140,6 +150,18 @@ def _can_hold(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> 
         and demand.num_tokens < worker.num_free_tokens
         and worker.num_sequences < settings.max_sequences
     )
+
+
+def _can_start(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> bool:
+    if worker.prefill_backlog_tokens < settings.prefill_window_tokens:
+        return True
+    is_short = demand.num_tokens <= settings.short_prompt_tokens
+    return is_short and worker.short_backlog_tokens + demand.num_tokens <= settings.short_window_tokens
+
+
+def waits_for_compute_only(demand: Demand, workers: Sequence[WorkerView], settings: RoutingSettings) -> bool:
+    """Whether there were a route if no prompt was being computed anywhere: nothing that others take meanwhile is missing."""
+    return bool(possible_routes(demand, [msgspec.structs.replace(worker, prefill_backlog_tokens=0) for worker in workers], settings))
 
 
 def _can_compute(demand: Demand, worker: WorkerView) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from pd_serve.ids import AttemptId
 from router.generation import Generation
 from router.lifecycle import Lifecycle, LifecycleSettings
@@ -12,9 +14,9 @@ from router.queue import ChoiceQueue
 from tests.fakes import sampling
 
 
-def choice(key: int) -> Generation:
+def choice(key: int, num_prompt: int = 2) -> Generation:
     lifecycle = Lifecycle(LifecycleSettings(1.0, 1.0, 1), (1, 2), sampling(), lambda: AttemptId(1))
-    return Generation(key, 2, lifecycle, 4, lambda: None, True, False)
+    return Generation(key, num_prompt, lifecycle, 4, lambda: None, True, False)
 
 
 def test_first_come_first_served_and_a_moved_one_is_back_in_its_place() -> None:
@@ -47,10 +49,25 @@ def test_one_that_left_from_the_middle_is_never_the_head() -> None:
     assert (len(queue), occupancy.num_queued, queue._heap) == (0, 0, [])
 
 
-def test_those_that_left_are_let_go_of() -> None:
-    queue = ChoiceQueue(OwnOccupancy())
+def test_oldest_short_prompt_is_known_besides_the_oldest() -> None:
+    queue = ChoiceQueue(OwnOccupancy(), short_tokens=2)
+    long, first, second = choice(1, num_prompt=3), choice(2), choice(3)
+    for generation in (second, long, first):
+        queue.push(generation)
+    assert (queue.head(), queue.short_head()) == (long, first)
+    queue.leave(first)
+    assert (queue.head(), queue.short_head()) == (long, second)
+    queue.leave(second)
+    assert queue.short_head() is None
+    assert len(queue) == 1
+
+
+@pytest.mark.parametrize("short_tokens", [0, 2])
+def test_those_that_left_are_let_go_of(short_tokens: int) -> None:
+    queue = ChoiceQueue(OwnOccupancy(), short_tokens)
     queue.push(choice(0))
     for key in range(1, 5000):
         queue.push(generation := choice(key))
         queue.leave(generation)
     assert len(queue._heap) < 64
+    assert len(queue._short) < 64

@@ -14,7 +14,7 @@ from pd_serve.protocol.link import Role
 from router.admission import limits_of
 from router.compatibility import check_compatible
 from router.load import REPORT_LAG_S, LoadBook
-from router.policy.base import Demand, RouteKind, RoutingSettings, WorkerView, possible_routes
+from router.policy.base import Demand, RouteKind, RoutingSettings, WorkerView, possible_routes, waits_for_compute_only
 from router.policy.least_tokens import LeastTokens
 from router.policy.registry import new_policy
 from tests.fakes import block_counts, kv_layout, load, peer_id, peer_info, welcome
@@ -68,6 +68,34 @@ def test_prompts_are_prefilled_where_they_decode_without_prefill_workers() -> No
 def test_busy_prefill_worker_is_waited_for() -> None:
     workers = (view("p0", Role.PREFILL, (D0,), prefill_backlog_tokens=512), view("d0", Role.DECODE, (P0,)))
     assert possible_routes(Demand(10, 10), workers, SETTINGS) == ()
+
+
+SHORT = replace(SETTINGS, short_prompt_tokens=128)
+
+
+def test_busy_prefill_worker_takes_short_prompts_that_the_next_step_has_room_for() -> None:
+    busy = view("p0", Role.PREFILL, (D0,), prefill_backlog_tokens=2000, short_backlog_tokens=300)
+    workers = (busy, view("d0", Role.DECODE, (P0,)))
+    assert names(possible_routes(Demand(84, 10), workers, SHORT)) == {("p0", "d0")}
+    assert possible_routes(Demand(85, 10), workers, SHORT) == ()
+    assert possible_routes(Demand(129, 10), (msgspec.structs.replace(busy, short_backlog_tokens=0), workers[1]), SHORT) == ()
+
+
+def test_what_waits_for_room_to_decode_is_not_waiting_for_compute_only() -> None:
+    busy = view("p0", Role.PREFILL, (D0,), prefill_backlog_tokens=2000)
+    assert waits_for_compute_only(Demand(500, 10), (busy, view("d0", Role.DECODE, (P0,))), SHORT)
+    assert not waits_for_compute_only(Demand(500, 10), (busy, view("d0", Role.DECODE, (P0,), num_free_tokens=100)), SHORT)
+
+
+def test_short_prompts_are_counted_apart_until_they_are_computed() -> None:
+    book, peer, decode = LoadBook(short_tokens=16), peer_id("p0"), peer_id("d0")
+    for key, num_tokens in enumerate((10, 16, 17)):
+        book.charge(key, peer, decode, num_tokens)
+    assert book._worker(peer).prefill.num_short_tokens == 26
+    book.prefilled(0, peer)
+    book.prefilled(0, peer)
+    book.release(2, (peer, decode))
+    assert book._worker(peer).prefill.num_short_tokens == 16
 
 
 def test_full_or_short_decode_is_no_candidate() -> None:
