@@ -48,10 +48,14 @@ def test_a_moved_request_goes_on_bit_by_bit(dtype: str, demo_folder: Path) -> No
 
 
 def test_prefilling_what_was_generated_is_caught(demo_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def chunk(plan: object, sequence: Sequence) -> tuple[Phase, int]:
-        return Phase.PREFILL, sequence.num_uncomputed_tokens
+    def longest_chunk(plan: object, sequence: Sequence) -> int:
+        return sequence.num_uncomputed_tokens
+
+    def phase_of(sequence: Sequence) -> Phase:
+        return Phase.PREFILL
 
     runner = make_runner(demo_folder, "bfloat16")
     undisturbed = go_on(runner, [])
-    monkeypatch.setattr(scheduler_module._StepPlan, "chunk", chunk)
+    monkeypatch.setattr(scheduler_module._StepPlan, "longest_chunk", longest_chunk)
+    monkeypatch.setattr(scheduler_module, "_phase_of", phase_of)
     assert go_on(runner, [token for token, _ in undisturbed[:36]]) != undisturbed[36:]
