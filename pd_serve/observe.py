@@ -71,6 +71,21 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("pd_serve_queued_requests", _G, _R, "Choices waiting in the router for workers"),
     MetricSpec("pd_serve_linked_workers", _G, _R, "Workers with a live link", ("role",)),
     MetricSpec("pd_serve_refused_workers_total", _C, _R, "Workers refused at join as incompatible"),
+    MetricSpec(
+        "pd_serve_breaker_state",
+        _G,
+        _R,
+        "Circuit breaker of a worker's leg that has failed: 0 closed, 1 half-open, 2 open",
+        ("worker", "leg"),
+    ),
+    MetricSpec(
+        "pd_serve_role_switches_total",
+        _C,
+        _R,
+        "Roles changed by this router; reason: admin, or what pressed (queue, ttft, kv, itl)",
+        ("from", "to", "reason"),
+    ),
+    MetricSpec("pd_serve_role_switch_seconds", _H, _R, "From a wanted role to the worker's word that it has it", buckets=LATENCY_BUCKETS),
     MetricSpec("pd_serve_lost_links_total", _C, _R, "Links that ended without the router closing them, or fell silent"),
     # workers
     MetricSpec("pd_serve_kv_transfer_bytes_total", _C, _W, "KV bytes written to peers and flushed", ("lane",)),
@@ -134,6 +149,10 @@ class Histogram(Collector):
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._buckets, value)] += 1
         self._sum += value
+
+    def counts_up_to(self, value: float) -> tuple[int, int]:
+        """(observed values of at most `value`, rounded up to a bucket's bound; all)."""
+        return sum(self._counts[: bisect_left(self._buckets, value) + 1]), sum(self._counts)
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         bounds = (*map(floatToGoString, self._buckets), "+Inf")

@@ -11,7 +11,7 @@ from starlette.types import Receive, Scope
 from pd_serve.errors import AuthenticationError, ContextLengthError, InvalidRequestError, OverloadedError, RequestError
 from pd_serve.observe import Metrics
 from router.occupancy import Occupancy
-from router.pool import LinkedWorker
+from router.linked_worker import LinkedWorker
 
 
 class BodyTooLargeError(RequestError):

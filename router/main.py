@@ -11,7 +11,7 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -36,12 +36,14 @@ from pd_serve.protocol.siblings import SiblingStream, Topic
 from pd_serve.tls import client_tls, server_tls
 from router.admission import Admission
 from router.api import internal, models, ops
+from router.api.admin import router as admin_router
 from router.api.chat import chat_endpoint
 from router.api.completions import completions_endpoint
 from router.api.errors import on_bug, on_error, on_http_exception
 from router.api.openapi import openapi_route
 from router.app import RouterApp, StraightEndpoint
 from router.dispatcher import Dispatcher, DispatcherSettings
+from router.fleet_start import fleet_control
 from router.lifecycle import LifecycleSettings
 from router.occupancy import Occupancy, SharedOccupancy
 from router.policy.base import RoutingSettings
@@ -90,11 +92,13 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
         siblings = None if here.to_supervisor is None else Siblings(await SiblingStream.over(here.to_supervisor))
         services = _new_services(config, text, max_model_len, here.occupancy)
         app.state.services = services
+        services.siblings = siblings
+        controlled = ExitStack()
+        fleet = controlled.enter_context(fleet_control(services, here.index))
         services.pool.start(config.router.workers)
         listening = None
         if siblings is not None:
-            services.siblings = siblings
-            listening = asyncio.create_task(siblings.run(_answers(services), partial(_register, services)))
+            listening = asyncio.create_task(siblings.run(_answers(services), partial(_register, services), fleet.changed))
         try:
             yield
         finally:
@@ -102,6 +106,7 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
                 listening.cancel()
                 siblings.close()
             services.is_draining = True
+            controlled.close()
             services.dispatcher.close(NoWorkerError("the router is shutting down"))
             await services.pool.close()
 
@@ -110,6 +115,7 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
     app.router.routes[:] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in straight.items()]
     for module in (models, ops, internal):
         app.include_router(module.router)
+    app.include_router(admin_router)
     app.router.routes.append(openapi_route(app.routes, config.router, config.security))
     app.add_exception_handler(PdServeError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
@@ -276,6 +282,7 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int, occupanc
             worker_timeout_s=router.worker_timeout_s,
             join_grace_s=config.transport.join_timeout_s,
             text_vocab_size=codec.vocab_size,
+            breaker=config.breaker,
         ),
         metrics,
     )

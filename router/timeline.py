@@ -77,7 +77,14 @@ class Timeline:
         attempt = record.attempts[-1]
         attempt.left_at, attempt.left_because, attempt.num_output_tokens = now, reason, num_output_tokens
         where, lasted_s = _pair(attempt), now - attempt.began_at
-        logger.info("choice %d leaves %s (%s) after %.3f s with %d tokens so far", key, where, reason, lasted_s, num_output_tokens)
+        line = (key, attempt.attempt_id, where, reason, lasted_s, num_output_tokens)
+        logger.info("choice %d, attempt %d, leaves %s (%s) after %.3f s with %d tokens so far", *line)
+
+    def is_using(self, peer: PeerId) -> bool:
+        """Something that was sent to the worker may still run there."""
+        latest = (record.attempts[-1] for record in self._open.values() if record.attempts)
+        here = (attempt for attempt in latest if attempt.left_at is None)
+        return any(attempt.decode == peer or (attempt.prefill == peer and attempt.prefilled_at is None) for attempt in here)
 
     def ended(self, key: int, outcome: str, num_output_tokens: int, now: float) -> None:
         record = self._open.pop(key)

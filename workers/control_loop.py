@@ -245,8 +245,8 @@ class ControlLoop:
             case Drain(deadline_s):
                 self._handle(DrainRequested(deadline_s))
                 self._report_at = self._clock.now()
-            case SetRole(role):
-                self._handle(RoleSet(role))
+            case SetRole(role, deadline_s):
+                self._handle(RoleSet(role, deadline_s))
                 self._report_at = self._clock.now()
             case GetTrace(limit):
                 self._front.send(Traces(self._transport.recent_traces(limit), self._attempts.recent(limit)))

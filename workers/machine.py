@@ -10,6 +10,7 @@ next_deadline(). `now` is monotonic seconds and never goes back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import assert_never
 
 import msgspec
@@ -35,6 +36,7 @@ from pd_serve.protocol.link import (
     Prefill,
     RefusalReason,
     Refused,
+    Role,
     RouterFrame,
 )
 from pd_serve.protocol.notify import Abandon, Completed, Quiesced
@@ -86,6 +88,8 @@ class WorkerMachine:
         self._next_step_id = 1
         self._drain_at: float | None = None
         self._is_drain_over = False
+        self._role_ends_at: float | None = None
+        """When what runs here in the role before this one is failed."""
         self._reported_peers: tuple[PeerState, ...] = ()
         self._reported_load: Load | None = None
         self._load_seq = 0
@@ -108,6 +112,7 @@ class WorkerMachine:
         times = [self.decode.next_deadline(), self.prefill.next_deadline(), self.peers.next_deadline()]
         if self._drain_at is not None and not self._is_drain_over:
             times.append(self._drain_at)
+        times.append(self._role_ends_at)
         if self._links:
             period = self._settings.load_interval_s if self._load_changed else self._settings.heartbeat_s
             times.append(self._load_sent_at + period)
@@ -182,9 +187,8 @@ class WorkerMachine:
             case DrainRequested(deadline_s):
                 self._drain_at = now + deadline_s
                 return []
-            case RoleSet(role):
-                self._role = role
-                return []
+            case RoleSet(role, deadline_s):
+                return self._set_role(role, now + deadline_s)
             case Tick():
                 return self._on_tick(now)
         assert_never(event)
@@ -236,8 +240,21 @@ class WorkerMachine:
                 return self.prefill.on_abandon(peer, notice, now)
         assert_never(notice)
 
+    def _set_role(self, role: Role, ends_at: float) -> list[Action]:
+        """Both phases can always be served here, so the new role's work is taken at once: routers only have to hear of it, without the
+        wait that other loads have. Work of a phase that the new role lacks goes on until the deadline."""
+        if role is not self._role:
+            self._role = role
+            self._reported_load = None
+            self._role_ends_at = None if role is Role.BOTH or ends_at == inf else ends_at
+        return []
+
     def _on_tick(self, now: float) -> list[Action]:
         actions = self.decode.on_tick(now)
+        if self._role_ends_at is not None and now >= self._role_ends_at:
+            self._role_ends_at = None
+            leaving = self.decode if self._role is Role.PREFILL else self.prefill
+            actions += leaving.on_drain_deadline(now)
         if self._drain_at is not None and not self._is_drain_over and now >= self._drain_at:
             self._is_drain_over = True
             actions += self.decode.on_drain_deadline(now) + self.prefill.on_drain_deadline(now)

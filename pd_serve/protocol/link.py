@@ -292,7 +292,10 @@ class Drain(Frame, frozen=True, tag="drain"):
 
 
 class SetRole(Frame, frozen=True, tag="set_role"):
+    """Routers are told at once. What runs in the old role has until the deadline; then it fails (DRAINING) and is moved."""
+
     role: Role
+    deadline_s: float
 
 
 class Stop(Frame, frozen=True, tag="stop"):

@@ -27,7 +27,7 @@ router = APIRouter()
 
 @router.post(REGISTER_PATH)
 async def register(request: Request) -> Registered:
-    services = _authorized(request)
+    services = authorized(request)
     body = await read_body(request.scope, request.receive, MAX_REGISTRATION_NBYTES)
     try:
         worker = RegisterWorker.model_validate_json(body)
@@ -42,7 +42,7 @@ async def register(request: Request) -> Registered:
 
 @router.get(STATUS_PATH)
 async def status(request: Request) -> RouterStatus:
-    services = _authorized(request)
+    services = authorized(request)
     return RouterStatus(
         router_id=services.router_id,
         model=services.model_name,
@@ -64,7 +64,7 @@ async def requests(request: Request) -> RecentRequests:
     return RecentRequests(requests=tuple(sorted((*recent.requests, *others), key=lambda told: told.arrived_at_s, reverse=True)))
 
 
-def _authorized(request: Request) -> Services:
+def authorized(request: Request) -> Services:
     services = services_of(request)
     secret = services.config.security.cluster_secret
     if secret and not bearer_matches(request.headers.get("authorization"), (secret.encode(),)):

@@ -18,6 +18,7 @@ from starlette.routing import BaseRoute, Route
 
 from pd_serve import __version__
 from pd_serve.config import RouterConfig, SecurityConfig
+from pd_serve.protocol.admin import ADMIN_WORKERS_PATH
 from pd_serve.protocol.control import REGISTER_PATH, RegisterWorker
 from pd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, ErrorResponse
 from pd_serve.protocol.openai_responses import ChatCompletion, Completion
@@ -28,6 +29,7 @@ _GENERATION: Mapping[str, tuple[type[BaseModel], type[BaseModel], str]] = {
     "/v1/chat/completions": (ChatCompletionRequest, ChatCompletion, "Answer a conversation"),
     "/v1/completions": (CompletionRequest, Completion, "Continue one text, or several"),
 }
+_SECRET_PATHS = ("/internal/", ADMIN_WORKERS_PATH)
 _OPEN_PATHS = ("/health", "/ready", "/metrics")
 _REFUSALS: Mapping[int, str] = {
     400: "The request cannot be served as written",
@@ -61,10 +63,11 @@ def openapi_document(routes: Sequence[BaseRoute], router: RouterConfig, security
     _add_models(schemas, "validation", ChatCompletionRequest, CompletionRequest, RegisterWorker)
     _add_models(schemas, "serialization", ChatCompletion, Completion, ErrorResponse)
     _narrow(schemas, router)
+    _describe_admin(paths, schemas)
     paths[REGISTER_PATH]["post"]["requestBody"] = _json_body(RegisterWorker)
     document["components"]["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "secret")}
     for path, methods in paths.items():
-        is_internal = path.startswith("/internal/")
+        is_internal = path.startswith(_SECRET_PATHS)
         for operation in methods.values():
             if path not in _OPEN_PATHS:
                 operation["responses"] |= {str(status): _json(ErrorResponse, text) for status, text in _REFUSALS.items()}
@@ -80,6 +83,13 @@ def _generation(request: type[BaseModel], answer: type[BaseModel], summary: str)
     done = _json(answer, "The whole answer, or with `stream` its parts as they come, ended by `data: [DONE]`")
     done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
     return {"summary": summary, "requestBody": _json_body(request), "responses": {"200": done}}
+
+
+def _describe_admin(paths: dict[str, Any], schemas: dict[str, Any]) -> None:
+    _add_models(schemas, "validation", *BODIES.values())
+    for path, model in BODIES.items():
+        paths[path]["post"]["requestBody"] = _json_body(model)
+    paths[ROLE_PATH]["post"]["responses"]["409"] = _json(ErrorResponse, "No worker that decodes would be left")
 
 
 def _json(model: type[BaseModel], description: str) -> dict[str, Any]:
