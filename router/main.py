@@ -44,6 +44,7 @@ from router.api.openapi import openapi_route
 from router.app import RouterApp, StraightEndpoint
 from router.dispatcher import Dispatcher, DispatcherSettings
 from router.fleet_start import fleet_control
+from router.grammars import GrammarChecks
 from router.lifecycle import LifecycleSettings
 from router.occupancy import Occupancy, SharedOccupancy
 from router.policy.base import RoutingSettings
@@ -310,4 +311,5 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int, occupanc
         pool=pool,
         dispatcher=Dispatcher(pool, new_policy(router.policy), settings, metrics, MonotonicClock(), occupancy),
         occupancy=occupancy,
+        grammars=GrammarChecks(config.structured, has_vocabulary=not isinstance(codec, StandInTokenizer)),
     )

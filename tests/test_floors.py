@@ -34,6 +34,7 @@ ROOMS: tuple[tuple[str, str, int], ...] = (
     ("pd_serve.protocol*", "protocol", 2),
     ("pd_serve.model_store*", "model_store", 2),
     ("pd_serve.kv*", "kv", 1),
+    ("pd_serve.grammar*", "grammar", 1),
     ("pd_serve*", "ground", 0),
 )
 # Within a worker: the machine composes the roles, and the layout of KV is a word of the protocol.
@@ -70,6 +71,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "rich": ("pd_serve.cli*", "pd_serve.bench.progress"),
     "aiohttp": ("pd_serve.bench.client",),
     "matplotlib": ("pd_serve.bench.plots*",),
+    "llguidance": ("pd_serve.grammar.compiler",),
     "jinja2": ("pd_serve.bench.report", "router.tokenizer"),
 }
 HEAVY_FOR_PURE = ("torch", "transformers", "asyncio", "threading", "socket", "time", "random")

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pd_serve.clock import Clock
-from pd_serve.engine.batch import Batch, Phase, StepResult
+from pd_serve.engine.batch import Batch, Phase, StepResult, without_grammars
 from pd_serve.errors import ProtocolError
 from pd_serve.protocol.link import (
     Drain,
@@ -29,6 +29,8 @@ from pd_serve.protocol.link import (
     LinkDown,
     LinkUp,
     Load,
+    Open,
+    Prefill,
     Report,
     Sample,
     SetRole,
@@ -110,6 +112,7 @@ class ControlLoop:
         self._transport = parts.transport
         self._group = parts.group
         self._followers = parts.followers
+        self._engine = parts.engine
         self._step = StepThreads(parts.engine, parts.transport, parts.push_nbytes)
         self._report_interval_s = report_interval_s
         self._clock = clock
@@ -237,6 +240,8 @@ class ControlLoop:
     def _on_frame(self, frame: FrontFrame) -> None:
         match frame:
             case FromRouter(link_id, inner):
+                if isinstance(inner, Open | Prefill) and inner.sampling.grammar is not None:
+                    self._engine.expect(inner.sampling.grammar)
                 self._handle(FrameReceived(link_id, inner))
             case LinkUp(link_id, router_id):
                 self._handle(LinkOpened(link_id, router_id))
@@ -290,7 +295,7 @@ class ControlLoop:
 
     def _run(self, step: RunBatch) -> None:
         for follower in self._followers:
-            follower.send(RunStep(step.batch, self._group.pushes(follower.rank, step.pushes)))
+            follower.send(RunStep(without_grammars(step.batch), self._group.pushes(follower.rank, step.pushes)))
             follower.flush()
         self._step.begin(step.batch, self._group.pushes(0, step.pushes), self._group.completions(step.completions))
         self._running = step.batch

@@ -186,6 +186,8 @@ class Scheduler:
             if entry.sample is not None:
                 item = sampled[attempt_id]
                 finished = sequence.append(item.token_id, self.rules)
+                if item.is_cut:
+                    finished = FinishReason.LENGTH
                 if sequence.kind is SequenceKind.PREFILL_ONLY:
                     finished = None
                 num_cached = -1 if sequence.prompt_done else sequence.num_cached_tokens

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from pydantic_core import PydanticCustomError
 
 from pd_serve.errors import InvalidRequestError, PdServeError, RequestError
+from pd_serve.protocol.openai_formats import FormFields
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 16384
@@ -31,7 +32,6 @@ _OFF: Mapping[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -75,7 +75,7 @@ class StreamOptions(RequestModel):
     include_obfuscation: bool = False
 
 
-class GenerationRequest(RequestModel):
+class GenerationRequest(RequestModel, FormFields):
     """What chat and completions share."""
 
     model_config = ConfigDict(json_schema_extra=describe_screening)

@@ -237,7 +237,7 @@ class DecodeMachine:
         num_tokens, sampling = len(frame.token_ids), frame.sampling
         if not 0 <= frame.num_output_tokens < num_tokens or not 0 < frame.timeout_s <= _LONGEST_TIMEOUT_S:
             return RefusalReason.INVALID, "malformed request"
-        if problem := sampling.problem(settings.vocab_size):
+        if problem := settings.problem_of(sampling):
             return RefusalReason.INVALID, problem
         if num_tokens + sampling.max_tokens > settings.max_model_len:
             return RefusalReason.TOO_LONG, f"{num_tokens} + {sampling.max_tokens} tokens exceed {settings.max_model_len}"

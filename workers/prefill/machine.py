@@ -284,7 +284,7 @@ class PrefillMachine:
             return FailureReason.REFUSED, f"{num_tokens} + {frame.sampling.max_tokens} tokens exceed {settings.max_model_len}"
         if not all(0 <= token < settings.vocab_size for token in frame.token_ids):
             return FailureReason.REFUSED, "malformed request"
-        if problem := frame.sampling.problem(settings.vocab_size):
+        if problem := settings.problem_of(frame.sampling):
             return FailureReason.REFUSED, problem
         if frame.attempt_id in self._jobs or self._scheduler.get(frame.attempt_id) is not None:
             return FailureReason.REFUSED, "attempt is here already"
