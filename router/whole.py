@@ -19,14 +19,18 @@ class UsageCounts(NamedTuple):
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int | None = None
+    """Of completion_tokens; None: not told apart."""
 
 
 def usage_json(usage: UsageCounts) -> bytes:
-    return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}}' % (
+    details = b"" if usage.reasoning_tokens is None else b',"completion_tokens_details":{"reasoning_tokens":%d}' % usage.reasoning_tokens
+    return b'{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d,"prompt_tokens_details":{"cached_tokens":%d}%b}' % (
         usage.prompt_tokens,
         usage.completion_tokens,
         usage.prompt_tokens + usage.completion_tokens,
         usage.cached_tokens,
+        details,
     )
 
 

@@ -58,6 +58,7 @@ FRONT = "workers.front*"
 HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("pd_serve.engine*", "workers*"),
     "transformers": ("router.tokenizer", "pd_serve.engine*", "pd_serve.model_store*"),
+    "opentelemetry": ("router.otel",),
     "fastapi": ("router*", "workers.front*"),
     "starlette": ("router*", "workers.front*"),
     "uvicorn": ("router.main", "workers.front", "pd_serve.protocol.server"),
@@ -72,7 +73,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "aiohttp": ("pd_serve.bench.client",),
     "matplotlib": ("pd_serve.bench.plots*",),
     "llguidance": ("pd_serve.grammar.compiler",),
-    "jinja2": ("pd_serve.bench.report", "router.tokenizer"),
+    "jinja2": ("pd_serve.bench.report", "router.chat_template"),
 }
 HEAVY_FOR_PURE = ("torch", "transformers", "asyncio", "threading", "socket", "time", "random")
 NEVER = ("pickle", "marshal", "shelve")

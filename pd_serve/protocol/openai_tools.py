@@ -1,0 +1,105 @@
+"""What clients say of tools: their definitions, the choice among them, and the calls and results of a conversation so far.
+
+Functions with JSON schema parameters are served; other kinds of tools (`custom`, and what OpenAI hosts) and the older
+`functions` are refused.
+Source: https://platform.openai.com/docs/guides/function-calling; https://platform.openai.com/docs/api-reference/chat/create
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic_core import PydanticCustomError
+
+MAX_TOOLS = 128
+_NO_PARAMETERS: Mapping[str, JsonValue] = {"type": "object", "properties": {}}
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class ToolModel(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class FunctionDefinition(ToolModel):
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = Field(None, description="JSON schema of an object; none: it takes no arguments")
+    strict: bool | None = Field(None, description="A hint, except where `tool_choice` asks for a call: there schemas always hold")
+
+
+class FunctionTool(ToolModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, JsonValue]:
+        """As chat templates expect it."""
+        function: dict[str, JsonValue] = {"name": self.function.name}
+        if self.function.description is not None:
+            function["description"] = self.function.description
+        function["parameters"] = self.parameters
+        return {"type": "function", "function": function}
+
+    @property
+    def parameters(self) -> dict[str, JsonValue]:
+        """JSON schema of the arguments."""
+        return dict(_NO_PARAMETERS) if self.function.parameters is None else self.function.parameters
+
+
+class NamedFunction(ToolModel):
+    name: str = Field(max_length=64)
+
+
+class NamedToolChoice(ToolModel):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+Tools = Annotated[tuple[FunctionTool, ...], Field(fail_fast=True)]
+
+
+class CalledFunction(BaseModel):
+    """As an answer gave it; what client libraries add to it is dropped."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    name: str
+    arguments: str = Field(description="JSON")
+
+
+class CalledTool(BaseModel):
+    """A call in an assistant's message of the conversation; as CalledFunction."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    id: str = ""
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    @property
+    def arguments(self) -> dict[str, JsonValue] | None:
+        """None: they are no JSON object."""
+        try:
+            value = json.loads(self.function.arguments or "{}")
+        except (ValueError, RecursionError):
+            return None
+        return value if isinstance(value, dict) else None
+
+
+def check_tools(tools: tuple[FunctionTool, ...], choice: ToolChoice | None) -> None:
+    """What has to fit together. Raises PydanticCustomError naming the parameter, within a model's validator."""
+    names = {tool.function.name for tool in tools}
+    if len(names) < len(tools):
+        raise _refused("tools", "two functions of 'tools' have the same name")
+    if choice == "required" and not tools:
+        raise _refused("tool_choice", "'tool_choice' is only allowed when 'tools' are specified")
+    if isinstance(choice, NamedToolChoice) and choice.function.name not in names:
+        raise _refused("tool_choice", f"'tool_choice' names the function '{choice.function.name}', which is not in 'tools'")
+
+
+def _refused(param: str, message: str) -> PydanticCustomError:
+    return PydanticCustomError("refused", "{message}", {"param": param, "message": message})
