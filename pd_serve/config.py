@@ -261,14 +261,6 @@ class RolesConfig(Section):
     deadline_s: float = Field(30.0, ge=0, description="Seconds that a switched worker has for what it still does in its old role")
 
 
-class StructuredConfig(Section):
-    max_bytes: int = Field(65536, ge=1, description="Longest schema, expression or grammar of one request, bytes")
-    compile_timeout_s: float = Field(
-        2.0, gt=0, description="Seconds in which the router must have compiled it, waiting included; above: 400"
-    )
-    threads: int = Field(1, ge=1, le=64, description="Threads of a worker that share out the token masks of one step")
-
-
 class SecurityConfig(Section):
     api_keys: tuple[str, ...] = Field((), description="Keys clients may use; empty: no key is asked for, unless there are `tenants`")
     tenants: tuple[TenantConfig, ...] = Field(
@@ -316,7 +308,6 @@ class Config(Section):
     transport: TransportConfig = TransportConfig()
     worker: WorkerConfig = WorkerConfig()
     router: RouterConfig = RouterConfig()
-    structured: StructuredConfig = StructuredConfig()
     breaker: BreakerConfig = BreakerConfig()
     roles: RolesConfig = RolesConfig()
     routing: RoutingConfig = RoutingConfig()
