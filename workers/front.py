@@ -369,4 +369,4 @@ def _rank_env(config: Config) -> dict[str, str]:
 
 
 def _secrets(config: Config) -> tuple[str, ...]:
-    return (config.security.cluster_secret, *config.security.api_keys)
+    return (config.security.cluster_secret, *config.security.client_keys)

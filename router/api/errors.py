@@ -11,6 +11,7 @@ from starlette.responses import Response
 from pd_serve.errors import InvalidRequestError, NotFoundError, PdServeError, UnavailableError
 from pd_serve.protocol.openai import error_body
 from router.services import Services, services_of
+from router.tenants import RateLimitError
 
 
 class UnknownPathError(NotFoundError):
@@ -30,8 +31,13 @@ class RefusedError(InvalidRequestError):
 
 def error_response(error: PdServeError) -> Response:
     headers: dict[str, str] = {}
+    if isinstance(error, RateLimitError):
+        headers |= error.headers
     if isinstance(error, UnavailableError):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if math.isfinite(error.retry_after_s):
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        else:
+            headers["x-should-retry"] = "false"  # as OpenAI tells its own clients
     elif error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
     elif error.http_status == 503:
