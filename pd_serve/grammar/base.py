@@ -31,4 +31,6 @@ class Grammar(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     """Checked by the router (compiler.problem_of) before any worker hears of it."""
 
 
+WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
+"""Between the parts of JSON: any, but a model that sees no other way on must not fill the answer with it."""
 ANY_JSON_OBJECT = Grammar(GrammarKind.JSON_SCHEMA, '{"type":"object"}')

@@ -16,12 +16,10 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from numpy.typing import NDArray
 
 from pd_serve.errors import ModelError
-from pd_serve.grammar.base import Grammar, GrammarKind
+from pd_serve.grammar.base import WHITESPACE, Grammar, GrammarKind
 
 TOKENIZER_NAME = "tokenizer.json"
 _WORD_NBYTES = 4
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,40}"
-"""Between the parts of JSON: any, but a model that sees no other way on must not fill the answer with it."""
 _LIMITS = LLParserLimits(verbose_errors=False)
 
 
@@ -115,9 +113,9 @@ def _source(grammar: Grammar) -> str:
     """In the library's own language. Raises ValueError."""
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE, "lenient": False}))
+            return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITESPACE, "lenient": False}))
         case GrammarKind.JSON_SCHEMA_LOOSE:
-            return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": _WHITESPACE, "lenient": True}))
+            return str(LLMatcher.grammar_from_json_schema(grammar.text, overrides={"whitespace_pattern": WHITESPACE, "lenient": True}))
         case GrammarKind.REGEX:
             return str(LLMatcher.grammar_from_regex(grammar.text))
         case GrammarKind.CHOICE:

@@ -9,14 +9,15 @@ Source: https://platform.openai.com/docs/api-reference (chat, completions, model
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from pd_serve.errors import InvalidRequestError, PdServeError, RequestError
-from pd_serve.protocol.openai_formats import FormFields
-from pd_serve.protocol.openai_tools import MAX_TOOLS, CalledTool, ToolChoice, Tools, check_tools
+from pd_serve.protocol.openai_formats import AskedForm, FormFields
+from pd_serve.protocol.openai_tools import MAX_TOOLS, CalledTool, ToolChoice, Tools, check_tools, forced_form
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 16384
@@ -201,6 +202,11 @@ class ChatCompletionRequest(GenerationRequest):
         if self.max_tokens is not None and self.max_completion_tokens is not None and self.max_tokens != self.max_completion_tokens:
             raise _refused("max_tokens", "'max_tokens' and 'max_completion_tokens' differ; give one of them")
         return self
+
+    @cached_property
+    def form(self) -> AskedForm | None:
+        """A call that is asked for goes before all else."""
+        return forced_form(self.tools, self.tool_choice, self.parallel_tool_calls) or super().form
 
     @property
     def output_limit(self) -> int | None:

@@ -14,6 +14,9 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 from pydantic_core import PydanticCustomError
 
+from pd_serve.grammar.base import WHITESPACE, Grammar, GrammarKind
+from pd_serve.protocol.openai_formats import AskedForm
+
 MAX_TOOLS = 128
 _NO_PARAMETERS: Mapping[str, JsonValue] = {"type": "object", "properties": {}}
 
@@ -28,7 +31,7 @@ class FunctionDefinition(ToolModel):
     name: FunctionName
     description: str | None = None
     parameters: dict[str, JsonValue] | None = Field(None, description="JSON schema of an object; none: it takes no arguments")
-    strict: bool | None = Field(None, description="A hint, except where `tool_choice` asks for a call: there schemas always hold")
+    strict: bool | None = Field(None, description="Where `tool_choice` asks for a call, whether all of the schema must be kept")
 
 
 class FunctionTool(ToolModel):
@@ -90,11 +93,45 @@ class CalledTool(BaseModel):
         return value if isinstance(value, dict) else None
 
 
+def forced_form(tools: tuple[FunctionTool, ...], choice: ToolChoice | None, is_parallel: bool) -> AskedForm | None:
+    """The answer that `choice` asks for where it asks for calls, whatever format the model would write them in; None: it may do without.
+
+    A function that is named: its arguments. Otherwise a list of calls, `[{"name": ..., "arguments": ...}, ...]`.
+    """
+    if isinstance(choice, NamedToolChoice):
+        chosen = [tool for tool in tools if tool.function.name == choice.function.name]
+        rules = ["start: args_0"]
+    elif choice == "required":
+        chosen = list(tools)
+        calls = " | ".join(f"call_{index}" for index in range(len(chosen)))
+        more = '(", " call)*' if is_parallel else ""
+        rules = [f'start: "[" call {more} "]"', f"call: {calls}"]
+        rules += [f'call_{index}: {_begun(tool)} args_{index} "}}"' for index, tool in enumerate(chosen)]
+    else:
+        return None
+    rules += [f"args_{index}: %json {_schema(tool)}" for index, tool in enumerate(chosen)]
+    return AskedForm(Grammar(GrammarKind.GRAMMAR, "\n".join(rules)), "tools")
+
+
+def _begun(tool: FunctionTool) -> str:
+    """A call up to its arguments, as a text of the grammar."""
+    return json.dumps(f'{{"name": "{tool.function.name}", "arguments": ')
+
+
+def _schema(tool: FunctionTool) -> str:
+    """What of it cannot be kept is an error where the client is strict, and else left out. GBNF's sign would make the grammar another."""
+    options: dict[str, JsonValue] = {"whitespace_pattern": WHITESPACE, "lenient": not tool.function.strict}
+    return json.dumps({"type": "object", **tool.parameters, "x-guidance": options}).replace("::=", "\\u003a:=")
+
+
 def check_tools(tools: tuple[FunctionTool, ...], choice: ToolChoice | None) -> None:
     """What has to fit together. Raises PydanticCustomError naming the parameter, within a model's validator."""
     names = {tool.function.name for tool in tools}
     if len(names) < len(tools):
         raise _refused("tools", "two functions of 'tools' have the same name")
+    for position, tool in enumerate(tools):
+        if tool.parameters.get("type", "object") != "object":
+            raise _refused(f"tools[{position}].function.parameters", "the parameters of a function must be a schema of type 'object'")
     if choice == "required" and not tools:
         raise _refused("tool_choice", "'tool_choice' is only allowed when 'tools' are specified")
     if isinstance(choice, NamedToolChoice) and choice.function.name not in names:

@@ -15,6 +15,7 @@ from router.chat_template import ChatTemplate
 from router.tokenizer import TextCodec
 from router.tools.base import CallFormat
 from router.tools.deepseek import DeepSeekFormat
+from router.tools.forced import NamedCallFormat, RequiredCallsFormat
 from router.tools.hermes import HermesFormat
 from router.tools.llama3 import Llama3Format
 from router.tools.mistral import MistralFormat
@@ -86,18 +87,17 @@ class OutputFormats:
         return self._reasoning != "none"
 
     def check(self, request: ChatCompletionRequest) -> None:
-        """Before the prompt is made. Raises InvalidRequestError for tools that this model, or this server, cannot call."""
-        if not has_tools(request):
-            return
-        if self.tool_format is None:
+        """Before the prompt is made. Raises InvalidRequestError for tools whose calls could not be read."""
+        if has_tools(request) and self.tool_format is None and _forced_format(request) is None:
             raise InvalidRequestError(
                 "it is not known how this model writes calls of tools: the server's setting model.tool_parser has to say so", "tools"
             )
-        if request.tool_choice == "required" or isinstance(request.tool_choice, NamedToolChoice):
-            raise InvalidRequestError("'tool_choice' other than 'auto' and 'none' is not supported by this server", "tool_choice")
 
     def parsing(self, request: ChatCompletionRequest, prompt: tuple[int, ...]) -> ChoiceParsing | None:
         """None: all that the model says is content, as it is."""
+        forced = _forced_format(request)
+        if forced is not None:
+            return ChoiceParsing(self._codec, forced, frozenset(), 0, False, False)
         has_calls = has_tools(request)
         has_reasoning = self.has_reasoning
         is_open = False
@@ -116,6 +116,13 @@ class OutputFormats:
 def has_tools(request: ChatCompletionRequest) -> bool:
     """There are some, and the model may call them."""
     return bool(request.tools) and request.tool_choice != "none"
+
+
+def _forced_format(request: ChatCompletionRequest) -> CallFormat | None:
+    """Of calls that are asked for: a grammar makes the model write them so, without reasoning before."""
+    if isinstance(request.tool_choice, NamedToolChoice):
+        return NamedCallFormat(request.tool_choice.function.name)
+    return RequiredCallsFormat() if request.tool_choice == "required" else None
 
 
 def _tool_format_of(template: ChatTemplate | None) -> str:

@@ -22,6 +22,7 @@ from tests.unit.router.tools.answers import RECORDED
 from tests.unit.router.tools.test_prompts import CALL, CONVERSATION, FUNCTION, WEATHER
 
 THINKING = CHAT_TEMPLATE.replace("assistant\n{%", "assistant\n{{ '<think>\n' if think else '' }}{%") + "{# </think> #}"
+CALLED = '{"name": "get_weather", "arguments": {"city": "Rome"}}'
 PARALLEL = RECORDED["Qwen 2.5"].text
 ADD = {"type": "function", "function": {"name": "get_current_temperature"}}
 
@@ -237,6 +238,8 @@ REFUSED: list[tuple[dict[str, object], str]] = [
     ({"tools": [with_function(name="not a name")]}, "tools[0].function.name"),
     ({"tools": [with_function(parameters="x")]}, "tools[0].function.parameters"),
     ({"tools": [WEATHER, WEATHER]}, "tools"),
+    ({"tools": [with_function(parameters={"type": "array"})]}, "tools[0].function.parameters"),
+    ({"tools": [with_function(parameters={"properties": {"a": {"type": "what"}}})], "tool_choice": "required"}, "tools"),
     ({"tools": [with_function(name=f"f{number}") for number in range(129)]}, "tools"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
@@ -258,6 +261,23 @@ async def test_what_cannot_be_served_is_refused_by_name(tmp_path: Path) -> None:
         reply = await c.chat(**fields())
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "tools")
         assert "model.tool_parser" in reply.text
+
+
+async def test_calls_that_are_asked_for_are_made_by_a_grammar(tmp_path: Path) -> None:
+    named = {"type": "function", "function": {"name": "get_weather"}}
+    cases: list[tuple[object, str, list[tuple[str, str]]]] = [
+        (named, '{"city": "Paris"}', [("get_weather", '{"city": "Paris"}')]),
+        ("required", f"[{CALLED}, {CALLED}]", [("get_weather", '{"city": "Rome"}')] * 2),
+    ]
+    for number, (choice, text, calls) in enumerate(cases):
+        worker = mock_worker(role=Role.BOTH, script=Script(reply=lambda prompt, text=text: byte_ids(text)))
+        async with cluster(tmp_path / str(number), worker, template="{{ tools }}" + THINKING) as c:
+            answer = as_told(await whole(c, tool_choice=choice))
+            assert answer == {"content": "", "reasoning": "", "calls": calls, "finish": "tool_calls"}
+            assert put_together(await streamed(c, tool_choice=choice)) == answer
+            grammars = {frame.sampling.grammar for frame in worker.of(Open) if isinstance(frame, Open)}
+        assert len(grammars) == 1
+        assert None not in grammars
 
 
 async def test_each_choice_is_read_by_itself(tmp_path: Path) -> None:

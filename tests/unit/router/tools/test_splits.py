@@ -54,7 +54,7 @@ def split(draw: st.DrawFn, texts: st.SearchStrategy[str]) -> tuple[str, list[str
     return text, [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(given_split=split(ANSWERS), form=st.sampled_from(sorted(FORMATS)), max_calls=st.integers(0, 1))
 def test_calls_are_read_the_same_however_they_come(given_split: tuple[str, list[str]], form: str, max_calls: int) -> None:
     text, pieces = given_split
@@ -70,7 +70,7 @@ SCALARS = st.text() | st.integers() | st.floats(allow_nan=False, allow_infinity=
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=8)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(form=st.sampled_from(["hermes", "mistral", "deepseek"]), value=st.dictionaries(st.text(), VALUES), data=st.data())
 def test_any_arguments_arrive(form: str, value: dict[str, object], data: st.DataObject) -> None:
     written = json.dumps(value, ensure_ascii=data.draw(st.booleans()), indent=data.draw(st.sampled_from([None, 2])))
@@ -90,7 +90,7 @@ def thought(pieces: list[str], is_open: bool) -> tuple[str, str]:
     return "".join(reasoning for reasoning, _ in told), "".join(answer for _, answer in told)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(given_split=split(JUMBLES), is_open=st.booleans())
 def test_reasoning_is_read_the_same_however_it_comes(given_split: tuple[str, list[str]], is_open: bool) -> None:
     text, pieces = given_split
