@@ -121,6 +121,8 @@ class Outcome:
     num_computed: int = 0
     stalled_s: float = 0.0
     """Of all streams together: prompts were computed beside them."""
+    streamed_s: float = 0.0
+    """Of all streams together, without that."""
     kinds: Counter[str] = field(default_factory=Counter)
     assigned: dict[str, int] = field(default_factory=dict)
     """Prompt tokens by prefill worker."""
@@ -128,6 +130,10 @@ class Outcome:
     @property
     def hit_rate(self) -> float:
         return 1 - self.num_computed / self.num_prompt_tokens
+
+    @property
+    def stalled_share(self) -> float:
+        return self.stalled_s / (self.stalled_s + self.streamed_s)
 
     def ttft(self, share: float) -> float:
         ordered = sorted(self.ttfts)
@@ -143,7 +149,6 @@ class RoutingSim:
         self._follow_up = follow_up
         self.now = 0.0
         self.outcome = Outcome()
-        self.peak_share = 0.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._keys = itertools.count(1)
@@ -235,6 +240,7 @@ class RoutingSim:
         decode.cache.publish(request.prompt, request.prompt.num_tokens)
         decode.running[request.key] = request
         request.ends_at = self.now + STEP_S * request.prompt.num_output
+        self.outcome.streamed_s += STEP_S * request.prompt.num_output
         self._after(request.ends_at, lambda: self._end(request, decode))
         self._pump()
 
