@@ -87,6 +87,8 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("pd_serve_role_switch_seconds", _H, _R, "From a wanted role to the worker's word that it has it", buckets=LATENCY_BUCKETS),
     MetricSpec("pd_serve_lost_links_total", _C, _R, "Links that ended without the router closing them, or fell silent"),
+    MetricSpec("pd_serve_prefix_known_blocks", _G, _R, "Blocks that workers' prefix caches hold, as far as this router knows"),
+    MetricSpec("pd_serve_cache_event_gaps_total", _C, _R, "Times that events of a prefix cache were missed, and all of it was asked for"),
     # workers
     MetricSpec("pd_serve_kv_transfer_bytes_total", _C, _W, "KV bytes written to peers and flushed", ("lane",)),
     MetricSpec("pd_serve_kv_transfer_seconds", _H, _W, "From a transfer's first write to its flush", buckets=TRANSFER_BUCKETS),

@@ -20,6 +20,7 @@ from pd_serve.engine.sequence import Sequence, SequenceKind
 from pd_serve.ids import Epoch, LinkId
 from pd_serve.kv.block_pool import BlockPool
 from pd_serve.kv.lease import LeaseTable
+from pd_serve.protocol.cache_events import CacheSnapshot
 from pd_serve.protocol.link import (
     BlockCounts,
     Cancel,
@@ -41,6 +42,7 @@ from pd_serve.protocol.link import (
 )
 from pd_serve.protocol.notify import Abandon, Completed, Quiesced
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
+from workers.cache_feed import CacheFeed
 from workers.decode.machine import DecodeMachine
 from workers.events import (
     Action,
@@ -85,6 +87,7 @@ class WorkerMachine:
         self.peers = PeerTable(settings.info, settings.rejoin_after_s)
         self._role = settings.info.role
         self._links: dict[LinkId, None] = {}
+        self._cache_feed = CacheFeed(self.pool.prefixes)
         self._next_step_id = 1
         self._drain_at: float | None = None
         self._is_drain_over = False
@@ -153,10 +156,12 @@ class WorkerMachine:
         match event:
             case LinkOpened(link_id):
                 self._links[link_id] = None
+                self._cache_feed.opened(link_id)
                 self._reported_load = None
                 return [SendFrame(link_id, PeerStatus(self.peers.states()))]
             case LinkClosed(link_id):
                 self._links.pop(link_id, None)
+                self._cache_feed.closed(link_id)
                 self.peers.link_closed(link_id)
                 return self.decode.on_link_closed(link_id, now) + self.prefill.on_link_closed(link_id, now)
             case FrameReceived(link_id, frame):
@@ -216,6 +221,9 @@ class WorkerMachine:
                 return []
             case Ping(nonce):
                 return [SendFrame(link_id, Pong(nonce))]
+            case CacheSnapshot():
+                self._cache_feed.asked(link_id)
+                return []
         assert_never(frame)
 
     def _on_report(self, report: PeerJoined | PeerRefused | PeerLost | PeerFenced, now: float) -> list[Action]:
@@ -295,19 +303,20 @@ class WorkerMachine:
         return actions
 
     def _report_load(self, now: float) -> list[Action]:
-        """At most every load_interval_s, only what is new; at least every heartbeat_s."""
+        """At most every load_interval_s, only what is new, of the prefix cache too; at least every heartbeat_s."""
         is_due = now >= self._load_sent_at + self._settings.heartbeat_s or self._reported_load is None
         may_send = self._load_changed and now >= self._load_sent_at + self._settings.load_interval_s
         if not self._links or not (is_due or may_send):
             return []
-        self._load_changed = False
+        events: list[Action] = [*self._cache_feed.frames()]
+        self._load_changed = self._cache_feed.is_behind
         load = self.load()
-        if load == self._reported_load and not is_due:
+        if load == self._reported_load and not is_due and not events:
             return []
         self._load_seq += 1
         self._reported_load = msgspec.structs.replace(load, seq=self._load_seq)
         self._load_sent_at = now
-        return [SendFrame(link_id, self._reported_load) for link_id in self._links]
+        return [SendFrame(link_id, self._reported_load) for link_id in self._links] + events
 
 
 def _split(sequences: tuple[Sequence, ...]) -> tuple[list[Sequence], list[Sequence]]:
