@@ -55,7 +55,11 @@ async def status(request: Request) -> RouterStatus:
 
 @router.get(REQUESTS_PATH)
 async def requests(request: Request) -> RecentRequests:
-    services = _authorized(request)
+    return await recent_requests(authorized(request))
+
+
+async def recent_requests(services: Services) -> RecentRequests:
+    """Of all processes of the router that answer, newest first."""
     recent = services.dispatcher.timeline.recent()
     if services.siblings is None:
         return recent
