@@ -20,7 +20,7 @@ from tests.unit.router.cluster import chat_body, cluster, completion_body
 
 BAD_CHAT: list[tuple[dict[str, object], str | None]] = [
     ({"nonsense": 1}, "nonsense"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
     ({"response_format": {"type": "xml"}}, "response_format"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
