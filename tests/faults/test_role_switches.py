@@ -20,7 +20,7 @@ NUM_SWITCHES = 60
 NUM_CLIENTS = 8
 OLD_WORK_S = 0.5
 """Short: decodes that a switch interrupts are moved, not only finished."""
-ANSWERS_BETWEEN = 3
+ANSWERS_BETWEEN = 2
 SETTINGS = {"engine.threads": "1", "kv.memory_bytes": str(256 * 1024 * 1024)}
 ROUND = (("decode", 1, "prefill"), ("prefill", 1, "decode"), ("prefill", 0, "decode"), ("decode", 0, "prefill"))
 """Who of which role (by id) becomes what: 1P3D and 3P1D come about in turn."""
@@ -38,7 +38,7 @@ async def test_sixty_switches_under_load_lose_nothing(cluster: Cluster, record_p
     told_s: list[float] = []
     seen_s: list[float] = []
     async with httpx.AsyncClient(base_url=cluster.url, timeout=REQUEST_TIMEOUT_S, limits=limits) as client:
-        questions = await prepare(client, 1, 24, (16, 60))
+        questions = await prepare(client, 1, 16, (16, 48))
         clients = Clients(client, questions, Random(1), NUM_CLIENTS)
         clients.start()
         for index in range(NUM_SWITCHES):

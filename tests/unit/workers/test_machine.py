@@ -30,7 +30,6 @@ from workers.events import (
     LinkClosed,
     LinkOpened,
     RemovePeer,
-    RoleSet,
     RunBatch,
     Tick,
     TransportReported,
