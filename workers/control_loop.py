@@ -39,6 +39,7 @@ from pd_serve.protocol.link import (
 )
 from pd_serve.protocol.traces import Traces
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
+from workers.attempt_log import AttemptLog
 from workers.attempt_traces import AttemptTraces
 from workers.engine_thread import EngineFailed, EngineThread
 from workers.events import (
@@ -118,6 +119,7 @@ class ControlLoop:
         self._clock = clock
         self._samples = SampleBuffer()
         self._attempts = AttemptTraces(parts.num_traces)
+        self._attempt_log = AttemptLog()
         self._report_at = clock.now()
         self._was_idle = True
         self._running: Batch | None = None
@@ -266,6 +268,7 @@ class ControlLoop:
         # First what others wait for: an idle processor has all of this to fetch from memory.
         self._carry_out(actions)
         self._attempts.observe(event, actions, now)
+        self._attempt_log.observe(event, actions)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         """In order, but a step that does not concern the transport first: until its batch has reached the engine thread, this one still has

@@ -140,6 +140,8 @@ class RequestTimeline(ControlModel):
     arrived_at_s: float = Field(default=0.0, description="moment of arrival, on the monotonic clock of the router's host")
     ended_s: float | None
     outcome: str = Field(description="stop, length, an error code, or cancelled (by the client, or by a stop string); empty: not ended")
+    request_id: str = Field(default="", description="of the client's request: x-request-id as it gave it, or as it was told")
+    response_id: str = Field(default="", description="the `id` of the answer, which all its choices share")
 
 
 class RecentRequests(ControlModel):
