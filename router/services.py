@@ -14,7 +14,6 @@ from pd_serve.observe import Metrics
 from router.admission import Admission, Limits, TextLimits, limits_of
 from router.cors import Cors
 from router.dispatcher import Dispatcher
-from router.grammars import GrammarChecks
 from router.fleet import FleetControl
 from router.grammars import GrammarChecks
 from router.occupancy import Occupancy

@@ -23,6 +23,7 @@ class _Parts(msgspec.Struct):
 
     prompt: msgspec.Raw = msgspec.Raw(b"")
     messages: msgspec.Raw = msgspec.Raw(b"")
+    input: msgspec.Raw = msgspec.Raw(b"")
     logit_bias: msgspec.Raw = msgspec.Raw(b"")
 
 
@@ -37,7 +38,7 @@ def check_sizes(body: bytes, limits: Limits, router: RouterConfig) -> None:
     try:
         parts = _parts.decode(body)
         num_prompts, num_ids = _count_prompts(bytes(parts.prompt))
-        num_messages = _count_messages(bytes(parts.messages), router.max_messages)
+        num_messages = _count_messages(bytes(parts.messages or parts.input), router.max_messages)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
     if num_messages > router.max_messages:
