@@ -114,6 +114,8 @@ class _Worker:
     peer_status: PeerStatus | None = None
     bandwidths: Mapping[PeerId, float] = field(default_factory=dict)
     """As `peer_status` says."""
+    kv_bytes_per_token: int = 0
+    """0: not asked yet; it never changes."""
 
 
 class LoadBook:
@@ -214,6 +216,9 @@ class LoadBook:
 
     def _new_view(self, worker: LinkedWorker, is_joining: bool, prefill_tokens_per_s: float, is_stale: bool) -> WorkerView:
         peer, load, info = worker.peer, worker.load, worker.welcome.info
+        known = self._worker(peer)
+        if not known.kv_bytes_per_token:
+            known.kv_bytes_per_token = info.layout.bytes_per_token * info.num_ranks
         return WorkerView(
             peer=peer,
             role=load.role,
@@ -225,11 +230,11 @@ class LoadBook:
             num_sequences=self.num_sequences(peer, load),
             joined=worker.joined,
             is_joining=is_joining,
-            short_backlog_tokens=self._worker(peer).prefill.num_short_tokens,
+            short_backlog_tokens=known.prefill.num_short_tokens,
             prefill_tokens_per_s=prefill_tokens_per_s,
-            kv_bytes_per_token=info.layout.bytes_per_token * info.num_ranks,
+            kv_bytes_per_token=known.kv_bytes_per_token,
             num_layers=info.layout.num_layers,
-            bandwidths=self._worker(peer).bandwidths,
+            bandwidths=known.bandwidths,
             is_stale=is_stale,
         )
 
