@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import Annotated, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -53,6 +53,12 @@ class _Admin:
             base_url=self._url, headers=headers, timeout=_HTTP_TIMEOUT_S, trust_env=False, verify=client_tls(security)
         )
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._http.close()
+
     def fleet(self) -> Fleet:
         return self.call("GET", "", None, Fleet.model_validate_json)
 
@@ -82,7 +88,8 @@ class _Admin:
 @workers.command("list", epilog="Examples:\n\n  pd-serve workers list\n\n  pd-serve workers list --json | jq -r '.workers[].status.id'")
 def list_(router: RouterOption = DEFAULT_ROUTER, json: JsonOption = False, config: ConfigOption = None, set_: SetOption = None) -> int:
     """Show the workers, the addresses without one and why, and what was removed."""
-    fleet = _Admin(router, config, set_).fleet()
+    with _Admin(router, config, set_) as admin:
+        fleet = admin.fleet()
     if json:
         print(fleet.model_dump_json())
         return 0
@@ -117,15 +124,15 @@ def add(
     set_: SetOption = None,
 ) -> int:
     """Have the router follow an address, and a worker that was removed come back. Exit 1 when it is not linked in time."""
-    admin = _Admin(router, config, set_)
     url = address.rstrip("/")
-    place = admin.call("POST", "", AddWorker(address=_checked(url)), _PLACE.validate_json)
 
     def is_linked(fleet: Fleet) -> bool:
         return any(worker.status.address == url for worker in fleet.workers)
 
-    is_in_time = not wait or admin.wait(is_linked, wait)
-    fleet = admin.fleet()
+    with _Admin(router, config, set_) as admin:
+        place = admin.call("POST", "", AddWorker(address=_checked(url)), _PLACE.validate_json)
+        is_in_time = not wait or admin.wait(is_linked, wait)
+        fleet = admin.fleet()
     places: tuple[FleetWorker | FleetAddress, ...] = (*fleet.workers, *fleet.unlinked)
     now = next((found for found in places if _address(found) == url), place)
     detail = now.detail if isinstance(now, FleetAddress) else ""
@@ -149,9 +156,9 @@ def remove(
     set_: SetOption = None,
 ) -> int:
     """Have the router let go of a worker. The worker goes on running; it is linked again once added, or started anew."""
-    admin = _Admin(router, config, set_)
-    place = admin.call("DELETE", f"/{quote(worker, safe='')}{'?force' if force else ''}", None, _PLACE.validate_json)
-    is_gone = not wait or admin.wait(lambda fleet: all(each.status.id != worker for each in fleet.workers), wait)
+    with _Admin(router, config, set_) as admin:
+        place = admin.call("DELETE", f"/{quote(worker, safe='')}{'?force' if force else ''}", None, _PLACE.validate_json)
+        is_gone = not wait or admin.wait(lambda fleet: all(each.status.id != worker for each in fleet.workers), wait)
     _say(json, place, f"{worker}: {'removed' if wait and is_gone else 'leaving: what runs there has not ended'}")
     return 0 if is_gone else 1
 
@@ -166,9 +173,9 @@ def drain(
     set_: SetOption = None,
 ) -> int:
     """Have a worker take nothing new from any router, finish what it has, and end."""
-    admin = _Admin(router, config, set_)
     body = DrainRequest(deadline_s=deadline)
-    told = admin.call("POST", f"/{quote(worker, safe='')}/drain", body, FleetWorker.model_validate_json)
+    with _Admin(router, config, set_) as admin:
+        told = admin.call("POST", f"/{quote(worker, safe='')}/drain", body, FleetWorker.model_validate_json)
     _say(json, told, f"{worker}: draining, {deadline:g} s at most")
     return 0
 
@@ -188,9 +195,9 @@ def role(
     set_: SetOption = None,
 ) -> int:
     """Switch a worker to another role, without reloading anything. The router does so by itself with roles.auto."""
-    admin = _Admin(router, config, set_)
     body = RoleRequest(role=new_role, deadline_s=deadline)
-    switched = admin.call("POST", f"/{quote(worker, safe='')}/role", body, RoleSwitched.model_validate_json)
+    with _Admin(router, config, set_) as admin:
+        switched = admin.call("POST", f"/{quote(worker, safe='')}/role", body, RoleSwitched.model_validate_json)
     took_ms = 1e3 * switched.seconds
     _say(json, switched, f"{worker}: {switched.previous.value} -> {new_role.value}, taking the new role's work after {took_ms:.0f} ms")
     return 0
