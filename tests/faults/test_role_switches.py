@@ -15,20 +15,28 @@ import pytest
 
 from tests.cluster import Cluster, running, wait_until
 from tests.faults.mixed_load import REQUEST_TIMEOUT_S, Clients, prepare
+from tests.faults.soak import MODEL
+from tests.unit.engine.model_folders import write_config
 
 NUM_SWITCHES = 60
 NUM_CLIENTS = 8
 OLD_WORK_S = 0.5
 """Short: decodes that a switch interrupts are moved, not only finished."""
 ANSWERS_BETWEEN = 2
-SETTINGS = {"engine.threads": "1", "kv.memory_bytes": str(256 * 1024 * 1024)}
+SETTINGS = {"engine.threads": "1"}
+MODELS = {
+    "smollm2": {"kv.memory_bytes": str(256 * 1024 * 1024)},
+    "small": {"model.load_format": "random", "model.name": "demo", "kv.num_blocks": "600"},
+}
+"""Settings by model: the demo, and random weights with which a minute holds many more requests."""
 ROUND = (("decode", 1, "prefill"), ("prefill", 1, "decode"), ("prefill", 0, "decode"), ("decode", 0, "prefill"))
 """Who of which role (by id) becomes what: 1P3D and 3P1D come about in turn."""
 
 
-@pytest.fixture
-def cluster(tmp_path: Path) -> Iterator[Cluster]:
-    with running(tmp_path, prefill=2, decode=2, settings=SETTINGS) as cluster:
+@pytest.fixture(params=MODELS)
+def cluster(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Cluster]:
+    model = str(write_config(tmp_path / "model", **MODEL)) if request.param == "small" else "demo"
+    with running(tmp_path, prefill=2, decode=2, model=model, settings=SETTINGS | MODELS[request.param]) as cluster:
         yield cluster
 
 
