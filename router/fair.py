@@ -8,7 +8,7 @@ waiting.
 
 Source: Y. Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024 (virtual token counters, with predicted lengths); the lift
 of a tenant that returns is that of P. Goyal et al., "Start-time Fair Queueing", 1996.
-Every operation takes a logarithm of what waits, counted over many; ahead_of() looks at each tenant.
+Every operation takes a logarithm of what waits, counted over many; ahead_of() and oldest() look at each tenant.
 """
 
 from __future__ import annotations
@@ -53,23 +53,31 @@ class _Line:
     def __init__(self) -> None:
         self._waiting: dict[_Flow, list[tuple[int, Generation]]] = {}
         self._order: list[tuple[float, int, _Flow]] = []
-        """Flows by counter; an entry is good while the counter is still that."""
+        """Flows by counter, where there are several; an entry is good while the counter is still that."""
         self._ties = itertools.count()
 
     def push(self, flow: _Flow, generation: Generation) -> None:
-        heap = self._waiting.setdefault(flow, [])
-        heapq.heappush(heap, (generation.key, generation))
-        self.moved(flow)
+        heap = self._waiting.get(flow)
+        if heap is None:
+            self._waiting[flow] = [(generation.key, generation)]
+            self.moved(flow)
+        else:
+            heapq.heappush(heap, (generation.key, generation))
 
     def moved(self, flow: _Flow) -> None:
         """Its counter has changed, or it has something again."""
-        if flow in self._waiting:
-            heapq.heappush(self._order, (flow.served, next(self._ties), flow))
-            if len(self._order) > 2 * len(self._waiting) + FEW:
-                self._order = [(flow.served, next(self._ties), flow) for flow in self._waiting]
-                heapq.heapify(self._order)
+        num_flows = len(self._waiting)
+        if num_flows < 2 or flow not in self._waiting:
+            return
+        heapq.heappush(self._order, (flow.served, next(self._ties), flow))
+        if num_flows == 2 or len(self._order) > 2 * num_flows + FEW:
+            self._order = [(flow.served, next(self._ties), flow) for flow in self._waiting]
+            heapq.heapify(self._order)
 
     def head(self) -> Generation | None:
+        if len(self._waiting) < 2:
+            for heap in self._waiting.values():
+                return first_waiting(heap)
         while self._order:
             served, _, flow = self._order[0]
             heap = self._waiting.get(flow)
@@ -77,8 +85,14 @@ class _Line:
                 if (generation := first_waiting(heap)) is not None:
                     return generation
                 del self._waiting[flow]
+                if len(self._waiting) < 2:
+                    return self.head()
             heapq.heappop(self._order)
         return None
+
+    def oldest(self) -> Generation | None:
+        heads = [head for heap in self._waiting.values() if (head := first_waiting(heap)) is not None]
+        return min(heads, key=lambda head: head.key, default=None)
 
     def left(self, flow: _Flow) -> None:
         """One of its choices has left, from wherever it was."""
@@ -98,7 +112,6 @@ class FairClass:
         self._short_tokens = short_tokens
         self._flows: dict[Tenant, _Flow] = {}
         self._all, self._short = _Line(), _Line()
-        self._by_age: list[tuple[int, Generation]] = []
         self._last_start = 0.0
         """Counter of the flow that last started something, at that start."""
         self.num_queued = 0
@@ -115,7 +128,6 @@ class FairClass:
         flow.num_tokens += generation.num_tokens
         self.num_queued += 1
         self.num_tokens += generation.num_tokens
-        heapq.heappush(self._by_age, (generation.key, generation))
         self._all.push(flow, generation)
         if generation.num_tokens <= self._short_tokens:
             self._short.push(flow, generation)
@@ -124,7 +136,7 @@ class FairClass:
         return (self._short if is_short else self._all).head()
 
     def oldest(self) -> Generation | None:
-        return first_waiting(self._by_age)
+        return self._all.oldest()
 
     def left(self, generation: Generation) -> None:
         """`is_queued` is False by now. Once for each push."""
@@ -134,7 +146,6 @@ class FairClass:
         flow.num_tokens -= generation.num_tokens
         self.num_queued -= 1
         self.num_tokens -= generation.num_tokens
-        clear_leftovers(self._by_age, self.num_queued)
         self._all.left(flow)
         self._short.left(flow)
 

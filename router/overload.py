@@ -26,7 +26,7 @@ from router.generation import Generation
 from router.occupancy import Occupancy, OwnOccupancy
 from router.policy.base import RoutingSettings, WorkerView
 from router.queue import ChoiceQueue, QueueRules
-from router.tenants import Tenants, Ticket
+from router.tenants import Tenants, Ticket, tenant_names
 
 MIN_BEGUN = 3
 """First tokens before anything that was measured is believed."""
@@ -49,6 +49,8 @@ class OverloadSettings:
     slo_ttft_s: float = 0.0
     """0: none."""
     slo_itl_s: float = 0.0
+    has_several_tenants: bool = True
+    """Those of one class share it by what their answers are expected to take."""
 
 
 DEFAULT_OVERLOAD = OverloadSettings()
@@ -116,7 +118,7 @@ class Overload:
         self.queue.finished(generation)
         if self.has_slo:
             self._forecast.ended(generation, now)
-        elif generation.finish is not None:
+        elif self._settings.has_several_tenants and generation.finish is not None:
             self._forecast.lengths.add(generation.ticket.tenant.name, generation.lifecycle.num_output_tokens)
 
     def is_empty(self) -> bool:
@@ -236,4 +238,5 @@ def overload_settings(config: Config) -> OverloadSettings:
         ageing_s=overload.ageing_s,
         slo_ttft_s=router.slo_ttft_ms / 1000,
         slo_itl_s=router.slo_itl_ms / 1000,
+        has_several_tenants=len(tenant_names(config)) > 1,
     )

@@ -106,7 +106,10 @@ class ChoiceQueue:
         """It has left because it was assigned."""
         of_class = self._class_of(generation)
         of_class.charge(generation, generation.cost)
-        if generation.is_returned or len(self._classes) == 1:
+        if not self._num_queued:
+            self._num_passed = 0
+            return
+        if generation.is_returned:
             return
         rank = generation.ticket.rank
         is_turn = any(above.num_queued for above in self._classes[:rank])

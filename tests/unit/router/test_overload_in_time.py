@@ -168,7 +168,7 @@ async def test_clients_that_give_up_leave_nothing_and_the_next_is_as_quick_as_th
     world.run()
     assert world.router.is_empty()
     queue = world.router._queue
-    assert [(of_class.num_queued, of_class.num_tokens, of_class._by_age) for of_class in queue._classes] == [(0, 0, [])]
+    assert [(of_class.num_queued, of_class.num_tokens, of_class._all._waiting) for of_class in queue._classes] == [(0, 0, {})]
     last = world.ask(PROMPT_TOKENS, 5)
     world.run()
     assert last.ttft_s == pytest.approx(first.ttft_s)

@@ -58,7 +58,7 @@ def test_one_that_left_from_the_middle_is_never_the_head() -> None:
         served.append(head.key)
         queue.leave(head)
     assert served == sorted(generation.key for generation in waiting if generation not in leaving)
-    assert (len(queue), occupancy.num_queued, queue._classes[0]._by_age) == (0, 0, [])
+    assert (len(queue), occupancy.num_queued, queue._classes[0]._all._waiting) == (0, 0, {})
 
 
 def test_oldest_short_prompt_is_known_besides_the_oldest() -> None:
@@ -83,7 +83,6 @@ def test_those_that_left_are_let_go_of(short_tokens: int) -> None:
         queue.leave(generation)
     (of_class,) = queue._classes
     (flow,) = of_class._flows.values()
-    assert len(of_class._by_age) < 64
     for line in (of_class._all, of_class._short):
         assert len(line._waiting.get(flow, [])) < 64
         assert len(line._order) < 64
