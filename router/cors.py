@@ -12,7 +12,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 _METHODS = ("GET", "HEAD", "POST")
-_EXPOSED = "retry-after, x-request-id, x-request-timeline"
+_LIMITS = tuple(f"x-ratelimit-{what}-{of}" for of in ("requests", "tokens") for what in ("limit", "remaining", "reset"))
+_EXPOSED = ", ".join(("retry-after", "x-request-id", "x-request-timeline", *_LIMITS))
 
 
 class Cors:

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from router.overload import OverloadSettings
-from router.tenants import Tenant, Ticket
+from router.tenants import NO_TICKET, Tenant, Ticket
 from tests.unit.router.overload_world import Asked, Speeds, World
 
 SLO_TTFT_S = 0.5
@@ -93,24 +93,31 @@ async def test_the_pace_of_generation_is_kept_by_what_is_turned_away() -> None:
     await asyncio.sleep(0)
 
 
+def longest_wait_beside_a_flood(num_flooding: int, flooding: Ticket, quiet: Ticket) -> float:
+    """Of 20 requests that come one by one, after so many that came at once."""
+    world = World(OverloadSettings())
+    floods: list[Asked] = []
+    asked: list[Asked] = []
+    for _ in range(num_flooding):
+        world.at(1.0, lambda: floods.append(world.ask(PROMPT_TOKENS, 20, flooding)))
+    for number in range(20):
+        world.at(1.5 + 0.2 * number, lambda: asked.append(world.ask(PROMPT_TOKENS, 20, quiet)))
+    world.run()
+    assert world.router.is_empty()
+    assert not floods or max(one.ttft_s for one in floods) > 5.0
+    return max(one.ttft_s for one in asked)
+
+
 async def test_a_flood_of_one_key_does_not_raise_the_wait_of_another() -> None:
     flooding, quiet = Ticket(Tenant("flooding")), Ticket(Tenant("quiet"))
-    waits: dict[bool, float] = {}
-    for has_flood in (False, True):
-        world = World(OverloadSettings())
-        floods: list[Asked] = []
-        asked: list[Asked] = []
-        if has_flood:
-            world.at(1.0, lambda world=world, floods=floods: [floods.append(world.ask(PROMPT_TOKENS, 20, flooding)) for _ in range(400)])
-        for number in range(20):
-            world.at(1.5 + 0.2 * number, lambda world=world, asked=asked: asked.append(world.ask(PROMPT_TOKENS, 20, quiet)))
-        world.run()
-        waits[has_flood] = max(one.ttft_s for one in asked)
-        if has_flood:
-            assert max(one.ttft_s for one in floods) > 5.0
-        assert world.router.is_empty()
-    print(f"longest wait of the quiet one: {waits[False]:.3f} s alone, {waits[True]:.3f} s beside the flood")
-    assert waits[True] < waits[False] + 4 * PROMPT_TOKENS / 10_000
+    alone_s, beside_s = longest_wait_beside_a_flood(0, flooding, quiet), longest_wait_beside_a_flood(400, flooding, quiet)
+    print(f"longest wait of the quiet one: {alone_s:.3f} s alone, {beside_s:.3f} s beside the flood")
+    assert beside_s < alone_s + 4 * PROMPT_TOKENS / 10_000
+    await asyncio.sleep(0)
+
+
+async def test_keys_that_are_not_told_apart_are_noticed() -> None:
+    assert longest_wait_beside_a_flood(400, NO_TICKET, NO_TICKET) > 5.0
     await asyncio.sleep(0)
 
 
@@ -131,10 +138,10 @@ async def test_early_rejection_holds_the_flood_back_and_not_the_quiet_one() -> N
     await asyncio.sleep(0)
 
 
-async def test_the_most_urgent_class_goes_first_and_the_lowest_is_not_starved() -> None:
-    """High asks for all there is; low has its eighth once it has aged, and no more."""
+def two_classes(ageing_s: float) -> tuple[list[Asked], list[Asked]]:
+    """High asks for all there is from 1 s to 11 s, low for a little of it."""
     high, low = Ticket(rank=0), Ticket(rank=2)
-    world = World(OverloadSettings(num_classes=3, ageing_s=1.0))
+    world = World(OverloadSettings(num_classes=3, ageing_s=ageing_s))
     urgent: list[Asked] = []
     patient: list[Asked] = []
     for number in range(500):
@@ -142,11 +149,23 @@ async def test_the_most_urgent_class_goes_first_and_the_lowest_is_not_starved() 
     for _ in range(40):
         world.at(1.05, lambda: patient.append(world.ask(PROMPT_TOKENS, 5, low)))
     world.run()
+    assert world.router.is_empty()
+    return urgent, patient
+
+
+async def test_a_lowest_class_that_starves_is_noticed() -> None:
+    _, patient = two_classes(ageing_s=1e9)
+    assert sorted(asked.ttft_s for asked in patient)[5] > 9.0
+    await asyncio.sleep(0)
+
+
+async def test_the_most_urgent_class_goes_first_and_the_lowest_is_not_starved() -> None:
+    """Low has its eighth once it has aged, and no more."""
+    urgent, patient = two_classes(ageing_s=1.0)
     served_meanwhile = [asked for asked in patient if asked.token_times[0] < 10.5]
     assert min(asked.ttft_s for asked in patient) < 1.5
     assert 40 >= len(served_meanwhile) > 0.8 * (9.5 - 1.0) * 50 / 8 * 0.8
     assert sum(asked.ttft_s < 1.3 for asked in urgent) > 300
-    assert world.router.is_empty()
     await asyncio.sleep(0)
 
 
