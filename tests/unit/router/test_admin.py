@@ -15,9 +15,11 @@ import msgspec
 import pytest
 from fastapi import FastAPI, Request
 
-from pd_serve.config import SecurityConfig
+from pd_serve.config import RolesConfig, SecurityConfig
 from pd_serve.protocol.control import RegisterWorker
 from pd_serve.protocol.link import Open, Role
+from router.occupancy import OwnOccupancy
+from router.role_loop import RoleLoop
 from tests.fakes_worker import Board, MockWorker, Script, mock_worker, running
 from tests.unit.router.cluster import Cluster, cluster, until
 
@@ -164,6 +166,33 @@ async def test_a_role_is_switched_when_the_worker_has_told_and_requests_follow_i
         same = await c.http.post(f"{ADMIN}/d1/role", json={"role": "prefill"})
         assert same.json()["previous"] == "prefill"
         assert await c.metric("pd_serve_role_switches_total", '{from="prefill",reason="admin",to="prefill"}') == 0
+
+
+async def test_the_controller_switches_what_it_may_and_no_more(tmp_path: Path) -> None:
+    roles = RolesConfig(auto=True, interval_s=0.01, hold_s=0.0, min_dwell_s=0.0)
+    long_queue = OwnOccupancy()
+    long_queue.set_queued(50)
+    async with one_and_two(tmp_path) as (c, made):
+        services = c.services
+        loop = RoleLoop(services.config.model_copy(update={"roles": roles}), services.pool, services.fleet, long_queue, services.metrics)
+        running_loop = asyncio.create_task(loop.run())
+        await until(lambda: made["d0"].role is Role.PREFILL, "the first decode worker computes prompts")
+        await asyncio.sleep(0.1)
+        running_loop.cancel()
+        assert [len(worker.asked) for worker in made.values()] == [0, 1, 0], "one that decodes is left"
+        assert await c.metric("pd_serve_role_switches_total", '{from="decode",reason="queue",to="prefill"}') == 1
+        assert (await c.complete()).status_code == 200
+
+
+async def test_a_worker_that_goes_on_failing_is_left_alone_and_shown(tmp_path: Path) -> None:
+    failing, good = mock_worker("a", Role.BOTH, script=Script(fail_after=0)), mock_worker("b", Role.BOTH)
+    async with cluster(tmp_path, failing, good) as c:
+        for _ in range(20):
+            assert (await c.complete()).status_code == 200
+        assert len(failing.of(Open)) == 5
+        (status, _) = (await c.http.get("/internal/v1/status")).json()["workers"]
+        assert status["breakers"] == [{"leg": "decode", "state": "open", "failures": 5}]
+        assert await c.metric("pd_serve_breaker_state", '{leg="decode",worker="a"}') == 2
 
 
 async def test_a_drained_worker_gets_nothing_new(tmp_path: Path) -> None:

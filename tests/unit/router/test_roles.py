@@ -7,9 +7,12 @@ from itertools import pairwise
 from random import Random
 
 import pytest
+from prometheus_client import CollectorRegistry
 
 from pd_serve.config import RolesConfig
+from pd_serve.observe import Metrics, Side
 from pd_serve.protocol.link import Role
+from router.role_loop import Attainment
 from router.roles import Look, RoleController, Switch, WorkerUse
 from tests.fakes import peer_id
 
@@ -75,6 +78,21 @@ def test_any_change_of_the_fleet_is_given_time_to_settle() -> None:
     joined = Look((*QUEUE.workers, worker("d2", D, 0.2, 700)), num_queued=9)
     ((now, _),) = decided(controller, joined, 40, start=3)
     assert now == 3 + 30
+
+
+def test_attainment_is_of_the_last_while_and_unknown_without_an_objective() -> None:
+    metrics = Metrics(CollectorRegistry(), Side.ROUTER)
+    ttft = metrics.histogram("pd_serve_time_to_first_token_seconds")
+    attainment = Attainment(ttft, 0.5, window_s=10.0)
+    assert attainment.now(0.0) is None
+    for value in (0.1, 0.4, 0.6, 3.0):
+        ttft.observe(value)
+    assert attainment.now(1.0) == 0.5
+    ttft.observe(0.2)
+    assert attainment.now(9.0) == 0.6
+    assert attainment.now(12.0) == 1.0
+    assert attainment.now(30.0) is None
+    assert Attainment(ttft, 0.0, window_s=10.0).now(1.0) is None
 
 
 @dataclass
