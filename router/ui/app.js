@@ -10,6 +10,7 @@ import { showWaterfall } from "./waterfall.js";
 let latest = null;
 let chosen = null;
 let isChosenOver = false;
+let told = null; // of the chosen one
 
 const poller = new Poller(async () => {
   try {
@@ -67,6 +68,7 @@ function failed(error) {
 
 async function choose(id) {
   chosen = id;
+  told = null;
   isChosenOver = false;
   history.replaceState(null, "", id ? `#${encodeURIComponent(id)}` : location.pathname);
   byId("waterfall-section").hidden = !id;
@@ -85,8 +87,9 @@ async function choose(id) {
 async function fetchWaterfall() {
   const id = chosen;
   try {
-    const told = await ask(`/internal/v1/requests/${encodeURIComponent(id)}/waterfall`);
+    const answer = await ask(`/internal/v1/requests/${encodeURIComponent(id)}/waterfall`);
     if (id !== chosen) return;
+    told = answer;
     isChosenOver = told.outcome !== "";
     showWaterfall(told);
   } catch (error) {
@@ -104,7 +107,10 @@ byId("key-form").addEventListener("submit", (event) => {
 });
 byId("window").addEventListener("change", () => latest && showLatency(byId("window").value === "recent"));
 byId("waterfall-close").addEventListener("click", () => choose(null));
-window.addEventListener("resize", () => latest && showCluster(latest));
+window.addEventListener("resize", () => {
+  if (latest) render();
+  if (told) showWaterfall(told);
+});
 
 await poller.now();
 if (location.hash.length > 1) await choose(decodeURIComponent(location.hash.slice(1)));
