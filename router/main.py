@@ -18,6 +18,7 @@ from pathlib import Path
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -39,7 +40,7 @@ from router.api import internal, models, ops, overview, responses, tokens
 from router.api.admin import router as admin_router
 from router.api.chat import chat_endpoint
 from router.api.completions import completions_endpoint
-from router.api.errors import on_bug, on_error, on_http_exception
+from router.api.errors import on_bug, on_error, on_http_exception, on_invalid
 from router.api.openapi import openapi_route
 from router.api.responses import responses_endpoint
 from router.api.ui import ui_routes
@@ -136,6 +137,7 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
     app.router.routes.append(openapi_route(app.routes, config.router, config.security))
     app.add_exception_handler(PdServeError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(Exception, on_bug)
     return app
 

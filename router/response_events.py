@@ -22,7 +22,7 @@ from pd_serve.protocol.openai_response_api import (
     OutputText,
     OutputTokensDetails,
     ReasoningTold,
-    ResponseError,
+    ResponseFailure,
     ResponseLogprob,
     ResponseLogprobTop,
     ResponseObject,
@@ -50,7 +50,7 @@ class ResponseDraft:
         return self._told("in_progress")
 
     def failed(self, error: PdServeError) -> ResponseObject:
-        return self._told("failed").model_copy(update={"error": ResponseError(message=error.message)})
+        return self._told("failed").model_copy(update={"error": ResponseFailure(message=error.message)})
 
     def ended(self, message: OutputMessage, usage: UsageCounts) -> ResponseObject:
         told = self._told("completed")

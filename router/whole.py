@@ -6,9 +6,15 @@ Source: https://platform.openai.com/docs/api-reference (chat, completions).
 
 from __future__ import annotations
 
+import hashlib
 from typing import NamedTuple
 
 import msgspec
+
+from pd_serve import __version__
+
+SYSTEM_FINGERPRINT = f"fp_{hashlib.blake2b(__version__.encode(), digest_size=5).hexdigest()}"
+"""The same seed may give another answer where this differs: of another version."""
 
 _json = msgspec.json.encode
 
@@ -34,6 +40,12 @@ def usage_json(usage: UsageCounts) -> bytes:
     )
 
 
+def tail_json(kind: str) -> bytes:
+    """What stands between an answer's model and its choices: the tier is chat's alone."""
+    tier = b',"service_tier":"default"' if kind.startswith("chat.") else b""
+    return b'"system_fingerprint":%b%b,' % (_json(SYSTEM_FINGERPRINT), tier)
+
+
 class WholeHead(NamedTuple):
     """What stands in an answer before its choices."""
 
@@ -44,11 +56,12 @@ class WholeHead(NamedTuple):
 
 
 def whole_json(head: WholeHead, choices: list[bytes], usage: UsageCounts) -> bytes:
-    return b'{"id":%b,"object":%b,"created":%d,"model":%b,"system_fingerprint":null,"choices":[%b],"usage":%b}' % (
+    return b'{"id":%b,"object":%b,"created":%d,"model":%b,%b"choices":[%b],"usage":%b}' % (
         _json(head.response_id),
         _json(head.kind),
         head.created,
         _json(head.model),
+        tail_json(head.kind),
         b",".join(choices),
         usage_json(usage),
     )

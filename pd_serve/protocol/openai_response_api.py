@@ -245,7 +245,7 @@ class ResponseUsage(ResponseModel):
     total_tokens: int
 
 
-class ResponseError(ResponseModel):
+class ResponseFailure(ResponseModel):
     code: Literal["server_error"] = "server_error"
     message: str
 
@@ -268,7 +268,7 @@ class ResponseObject(ResponseModel):
     completed_at: int | None = None
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: Literal[False] = False
-    error: ResponseError | None = None
+    error: ResponseFailure | None = None
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None

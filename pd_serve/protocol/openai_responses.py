@@ -88,6 +88,7 @@ class ChatCompletion(ResponseModel):
     created: int
     model: str
     system_fingerprint: str | None = None
+    service_tier: Literal["default"]
     choices: tuple[ChatChoice, ...]
     usage: Usage
 
@@ -143,6 +144,7 @@ class ChatChunk(ResponseModel):
     created: int
     model: str
     system_fingerprint: str | None = None
+    service_tier: Literal["default"]
     choices: tuple[ChatChunkChoice, ...]
     usage: Usage | None = None
 

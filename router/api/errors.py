@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -71,6 +72,14 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         return await on_error(request, MethodError(f"Not allowed: {request.method} {request.url.path}"))
     return await on_error(request, RefusedError(str(error.detail)))
+
+
+async def on_invalid(request: Request, error: Exception) -> Response:
+    """A parameter of a path or query that the framework checks: 400 as for those that we do."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return await on_error(request, InvalidRequestError(f"Invalid value for '{name}': {first['msg']}", name))
 
 
 async def on_bug(request: Request, error: Exception) -> Response:
