@@ -31,6 +31,7 @@ from pd_serve.protocol.openai_response_api import (
 )
 from router.choice import Piece, chat_logprobs
 from router.tokenizer import TextCodec
+from router.tools.parts import content_of
 from router.whole import UsageCounts
 
 _json = msgspec.json.encode
@@ -114,12 +115,13 @@ class ResponseEvents:
         )
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        self._texts.append(piece.text)
+        text = content_of(piece)
+        self._texts.append(text)
         if piece.logprobs is None:
-            return self._delta(piece.text, b"[]") if piece.text else b""
+            return self._delta(text, b"[]") if text else b""
         named = response_logprobs(self._codec, [piece])
         self._logprobs += named
-        return self._delta(piece.text, b"[" + b",".join(map(_dumped, named)) + b"]")
+        return self._delta(text, b"[" + b",".join(map(_dumped, named)) + b"]")
 
     def texts(self, index: int, texts: list[str]) -> bytes:
         self._texts += texts
@@ -174,7 +176,7 @@ def _usage(usage: UsageCounts) -> ResponseUsage:
         input_tokens=usage.prompt_tokens,
         input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
         output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(),
+        output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens or 0),
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
     )
 

@@ -15,6 +15,7 @@ from router.exchange import AnswerPlan, ChoiceState
 from router.response_events import ResponseDraft, ResponseEvents, response_logprobs
 from router.services import Services
 from router.tokenizer import TextCodec
+from router.tools.parts import content_of
 from router.whole import UsageCounts
 
 router = APIRouter()
@@ -57,7 +58,7 @@ class _ResponseBuilder:
 
     def whole(self, choices: list[ChoiceState], usage: UsageCounts) -> bytes:
         (choice,) = choices
-        text = "".join([piece.text for piece in choice.pieces])
+        text = "".join([content_of(piece) for piece in choice.pieces])
         logprobs = response_logprobs(self.codec, choice.pieces) if self.draft.asked.has_logprobs else ()
         message = self.draft.message(text, logprobs, choice.text.finish_reason or "stop")
         return self.draft.ended(message, usage).model_dump_json().encode()

@@ -198,6 +198,12 @@ async def test_reasoning_is_told_apart_and_counted(tmp_path: Path) -> None:
         assert from_library.usage is not None
         assert from_library.usage.completion_tokens_details is not None
         assert from_library.choices[0].message.reasoning_content == "Hm."  # type: ignore[attr-defined]
+        response = await client.responses.create(model="tiny", input="hi")
+        assert response.output_text == "Yes."
+        assert response.usage is not None
+        assert response.usage.output_tokens_details.reasoning_tokens == answer.usage.completion_tokens_details.reasoning_tokens
+        stream = await client.responses.create(model="tiny", input="hi", stream=True)
+        assert "".join([event.delta async for event in stream if event.type == "response.output_text.delta"]) == "Yes."
     async with answering(tmp_path / "open", "Hm.</think>Yes.", THINKING) as c:
         told = put_together(await streamed(c, tools=None, chat_template_kwargs={"think": True}))
         assert told == {"content": "Yes.", "reasoning": "Hm.", "calls": [], "finish": "stop"}
