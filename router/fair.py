@@ -76,8 +76,8 @@ class _Line:
 
     def head(self) -> Generation | None:
         if len(self._waiting) < 2:
-            for heap in self._waiting.values():
-                return first_waiting(heap)
+            for only in self._waiting.values():
+                return first_waiting(only)
         while self._order:
             served, _, flow = self._order[0]
             heap = self._waiting.get(flow)
