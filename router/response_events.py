@@ -1,93 +1,52 @@
-"""The semantic events of a streamed response, and the response object in them. Used by api/responses.py.
+"""The semantic events of a streamed response. Used by api/responses.py; the objects in them are response_draft.py's.
 
-    created, in_progress, output_item.added, content_part.added -> output_text.delta ...
-        -> output_text.done, content_part.done, output_item.done -> completed | incomplete
+    created, in_progress
+    -> output_item.added [content_part.added] -> deltas ... -> done of the text, of the part, of the item      for each item
+    -> completed | incomplete
 
-All at once begin with the first token: until then a failure has a status of its own. One that breaks ends with `response.failed`.
+An item is a message, reasoning, or a call of a function, one after the other as the model says them. The first events come with the first
+token: until then a failure has a status of its own. A stream that breaks ends with `response.failed`.
 Source: https://platform.openai.com/docs/api-reference/responses-streaming
 """
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from pd_serve.errors import PdServeError
-from pd_serve.protocol.openai_response_api import (
-    IncompleteDetails,
-    InputTokensDetails,
+from pd_serve.protocol.openai_response_answers import (
+    FunctionCallItem,
+    OutputItem,
     OutputMessage,
     OutputText,
-    OutputTokensDetails,
-    ReasoningTold,
-    ResponseFailure,
+    ReasoningItem,
+    ReasoningText,
     ResponseLogprob,
-    ResponseLogprobTop,
-    ResponseObject,
-    ResponseRequest,
-    ResponseUsage,
+    Status,
 )
-from router.choice import Piece, chat_logprobs
+from pd_serve.protocol.openai_responses import ResponseModel
+from router.choice import Piece
+from router.response_draft import ResponseDraft, response_logprobs
 from router.tokenizer import TextCodec
-from router.tools.parts import content_of
+from router.tools.parts import CallArguments, CallBegun, Content, ParsedPiece, Part, Reasoning
 from router.whole import UsageCounts
 
 _json = msgspec.json.encode
 
 
-@dataclass(frozen=True, slots=True)
-class ResponseDraft:
-    """What is known of an answer before its first token."""
+@dataclass(slots=True)
+class _Open:
+    """The item under way."""
 
-    response_id: str
+    kind: type[Content] | type[Reasoning] | type[CallBegun]
     item_id: str
-    created: int
-    model: str
-    asked: ResponseRequest
-
-    def begun(self) -> ResponseObject:
-        return self._told("in_progress")
-
-    def failed(self, error: PdServeError) -> ResponseObject:
-        return self._told("failed").model_copy(update={"error": ResponseFailure(message=error.message)})
-
-    def ended(self, message: OutputMessage, usage: UsageCounts) -> ResponseObject:
-        told = self._told("completed")
-        changes: dict[str, object] = {"output": (message,), "usage": _usage(usage), "completed_at": int(time.time())}
-        if message.status == "incomplete":
-            changes |= {"status": "incomplete", "incomplete_details": IncompleteDetails(), "completed_at": None}
-        return told.model_copy(update=changes)
-
-    def message(self, text: str, logprobs: tuple[ResponseLogprob, ...], finish_reason: str) -> OutputMessage:
-        status = "incomplete" if finish_reason == "length" else "completed"
-        return OutputMessage(id=self.item_id, status=status, content=(OutputText(text=text, logprobs=logprobs),))
-
-    def _told(self, status: str) -> ResponseObject:
-        asked = self.asked
-        return ResponseObject.model_validate(
-            {
-                "id": self.response_id,
-                "created_at": self.created,
-                "status": status,
-                "instructions": asked.instructions,
-                "max_output_tokens": asked.max_output_tokens,
-                "model": self.model,
-                "output": (),
-                "parallel_tool_calls": asked.parallel_tool_calls,
-                "prompt_cache_key": asked.prompt_cache_key,
-                "reasoning": ReasoningTold(effort=asked.reasoning.effort),
-                "safety_identifier": asked.safety_identifier,
-                "temperature": asked.temperature,
-                "text": asked.text.model_dump(by_alias=True, exclude_none=True),
-                "top_logprobs": asked.top_logprobs,
-                "top_p": asked.top_p,
-                "usage": None,
-                "user": asked.user,
-                "metadata": asked.metadata,
-            }
-        )
+    place: bytes
+    """`item_id` and `output_index`, as JSON fields."""
+    call: CallBegun | None = None
+    texts: list[str] = field(default_factory=list)
+    logprobs: list[ResponseLogprob] = field(default_factory=list)
 
 
 class ResponseEvents:
@@ -97,61 +56,105 @@ class ResponseEvents:
         self._codec = codec
         self._draft = draft
         self._sequence_number = 0
-        self._texts: list[str] = []
-        self._logprobs: list[ResponseLogprob] = []
-        self._message: OutputMessage | None = None
-        self._place = b'"item_id":%b,"output_index":0,"content_index":0' % _json(draft.item_id)
+        self._items: list[OutputItem] = []
+        self._open: _Open | None = None
+        self._has_run_out = False
 
     def begin(self, index: int) -> bytes:
         response = b'"response":' + _dumped(self._draft.begun())
-        item = OutputMessage(id=self._draft.item_id, status="in_progress", content=())
-        return b"".join(
-            (
-                self._event(b"response.created", response),
-                self._event(b"response.in_progress", response),
-                self._event(b"response.output_item.added", b'"output_index":0,"item":' + _dumped(item)),
-                self._event(b"response.content_part.added", self._place + b',"part":' + _dumped(OutputText(text=""))),
-            )
-        )
+        return self._event(b"response.created", response) + self._event(b"response.in_progress", response)
 
     def piece(self, index: int, piece: Piece) -> bytes:
-        text = content_of(piece)
-        self._texts.append(text)
-        if piece.logprobs is None:
-            return self._delta(text, b"[]") if text else b""
-        named = response_logprobs(self._codec, [piece])
-        self._logprobs += named
-        return self._delta(text, b"[" + b",".join(map(_dumped, named)) + b"]")
+        logprobs = () if piece.logprobs is None else response_logprobs(self._codec, [piece])
+        if isinstance(piece, ParsedPiece):
+            return b"".join([self._part(part, logprobs if isinstance(part, Content) else ()) for part in piece.parts])
+        return self._content(piece.text, logprobs) if piece.text or logprobs else b""
 
     def texts(self, index: int, texts: list[str]) -> bytes:
-        self._texts += texts
-        return b"".join([self._delta(text, b"[]") for text in texts if text])
+        return b"".join([self._content(text, ()) for text in texts if text])
 
     def finish(self, index: int, reason: str) -> bytes:
-        text = "".join(self._texts)
-        self._message = message = self._draft.message(text, tuple(self._logprobs), reason)
-        (part,) = message.content
-        logprobs = b"[" + b",".join(map(_dumped, part.logprobs)) + b"]"
-        return b"".join(
-            (
-                self._event(b"response.output_text.done", self._place + b',"text":%b,"logprobs":%b' % (_json(text), logprobs)),
-                self._event(b"response.content_part.done", self._place + b',"part":' + _dumped(part)),
-                self._event(b"response.output_item.done", b'"output_index":0,"item":' + _dumped(message)),
-            )
-        )
+        """A response without any item has an empty message."""
+        self._has_run_out = reason == "length"
+        begun = b"" if self._items or self._open is not None else self._began(Content)
+        return begun + self._close("incomplete" if self._has_run_out else "completed")
 
     def usage(self, usage: UsageCounts) -> bytes:
         """The last one."""
-        assert self._message is not None
-        ended = self._draft.ended(self._message, usage)
+        ended = self._draft.ended(tuple(self._items), self._has_run_out, usage)
         return self._event(b"response." + ended.status.encode(), b'"response":' + _dumped(ended))
 
     def broken(self, error: PdServeError) -> bytes:
         """The last one of a stream that broke."""
         return self._event(b"response.failed", b'"response":' + _dumped(self._draft.failed(error)))
 
-    def _delta(self, text: str, logprobs: bytes) -> bytes:
-        return self._event(b"response.output_text.delta", self._place + b',"delta":%b,"logprobs":%b' % (_json(text), logprobs))
+    # ---- parts
+
+    def _part(self, part: Part, logprobs: tuple[ResponseLogprob, ...]) -> bytes:
+        match part:
+            case Content(text=text):
+                return self._content(text, logprobs)
+            case Reasoning(text=text):
+                begun, item = self._within(Reasoning)
+                item.texts.append(text)
+                delta = item.place + b',"content_index":0,"delta":' + _json(text)
+                return begun + self._event(b"response.reasoning_text.delta", delta)
+            case CallBegun():
+                return self._close("completed") + self._began(CallBegun, part)
+            case CallArguments(text=text):
+                item = self._open
+                assert item is not None
+                item.texts.append(text)
+                return self._event(b"response.function_call_arguments.delta", item.place + b',"delta":' + _json(text))
+
+    def _content(self, text: str, logprobs: tuple[ResponseLogprob, ...]) -> bytes:
+        begun, item = self._within(Content)
+        item.texts.append(text)
+        item.logprobs += logprobs
+        fields = item.place + b',"content_index":0,"delta":%b,"logprobs":%b' % (_json(text), _list(logprobs))
+        return begun + self._event(b"response.output_text.delta", fields)
+
+    # ---- items
+
+    def _within(self, kind: type[Content] | type[Reasoning]) -> tuple[bytes, _Open]:
+        """The open item, of that kind, and the events that came of opening it."""
+        item = self._open
+        if item is not None and item.kind is kind:
+            return b"", item
+        events = self._close("completed") + self._began(kind)
+        assert self._open is not None
+        return events, self._open
+
+    def _began(self, kind: type[Content] | type[Reasoning] | type[CallBegun], call: CallBegun | None = None) -> bytes:
+        index = len(self._items)
+        item_id = self._draft.item_id({Content: "msg", Reasoning: "rs", CallBegun: "fc"}[kind], index)
+        place = b'"item_id":%b,"output_index":%d' % (_json(item_id), index)
+        self._open = item = _Open(kind, item_id, place, call)
+        shown = _made(item, "in_progress", is_empty=True)
+        events = self._event(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, _dumped(shown)))
+        if kind is Content:
+            part = b',"content_index":0,"part":' + _dumped(OutputText(text=""))
+            events += self._event(b"response.content_part.added", place + part)
+        return events
+
+    def _close(self, status: Status) -> bytes:
+        item, self._open = self._open, None
+        if item is None:
+            return b""
+        index = len(self._items)
+        made = _made(item, status)
+        self._items.append(made)
+        text = _json("".join(item.texts))
+        if isinstance(made, OutputMessage):
+            (part,) = made.content
+            fields = item.place + b',"content_index":0,"text":%b,"logprobs":%b' % (text, _list(part.logprobs))
+            events = self._event(b"response.output_text.done", fields)
+            events += self._event(b"response.content_part.done", item.place + b',"content_index":0,"part":' + _dumped(part))
+        elif isinstance(made, ReasoningItem):
+            events = self._event(b"response.reasoning_text.done", item.place + b',"content_index":0,"text":' + text)
+        else:
+            events = self._event(b"response.function_call_arguments.done", item.place + b',"arguments":' + text)
+        return events + self._event(b"response.output_item.done", b'"output_index":%d,"item":%b' % (index, _dumped(made)))
 
     def _event(self, kind: bytes, fields: bytes) -> bytes:
         number = self._sequence_number
@@ -159,27 +162,19 @@ class ResponseEvents:
         return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (kind, kind, fields, number)
 
 
-def response_logprobs(codec: TextCodec, pieces: list[Piece]) -> tuple[ResponseLogprob, ...]:
-    return tuple(
-        ResponseLogprob(
-            token=named.token,
-            logprob=named.logprob,
-            bytes=named.bytes,
-            top_logprobs=tuple(ResponseLogprobTop(token=top.token, logprob=top.logprob, bytes=top.bytes) for top in named.top_logprobs),
-        )
-        for named in chat_logprobs(codec, pieces).content
-    )
+def _made(item: _Open, status: Status, is_empty: bool = False) -> OutputItem:
+    text = "".join(item.texts)
+    if item.call is not None:
+        return FunctionCallItem(id=item.item_id, call_id=item.call.call_id, name=item.call.name, arguments=text, status=status)
+    if item.kind is Reasoning:
+        return ReasoningItem(id=item.item_id, status=status, content=() if is_empty else (ReasoningText(text=text),))
+    content = () if is_empty else (OutputText(text=text, logprobs=tuple(item.logprobs)),)
+    return OutputMessage(id=item.item_id, status=status, content=content)
 
 
-def _usage(usage: UsageCounts) -> ResponseUsage:
-    return ResponseUsage(
-        input_tokens=usage.prompt_tokens,
-        input_tokens_details=InputTokensDetails(cached_tokens=usage.cached_tokens),
-        output_tokens=usage.completion_tokens,
-        output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens or 0),
-        total_tokens=usage.prompt_tokens + usage.completion_tokens,
-    )
+def _list(logprobs: tuple[ResponseLogprob, ...]) -> bytes:
+    return b"[" + b",".join(map(_dumped, logprobs)) + b"]"
 
 
-def _dumped(model: ResponseObject | OutputMessage | OutputText | ResponseLogprob) -> bytes:
+def _dumped(model: ResponseModel) -> bytes:
     return model.model_dump_json().encode()

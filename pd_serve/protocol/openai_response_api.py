@@ -1,4 +1,6 @@
-"""POST /v1/responses: what clients say and are told. A request is served as the chat that it amounts to: `ResponseChat` carries both.
+"""POST /v1/responses: what clients say. A request is served as the chat that it amounts to: `ResponseChat` carries both.
+
+Answers: openai_response_answers.py.
 
 Nothing is stored: `store`, `previous_response_id` and `conversation` are refused, each answer stands alone.
 Source: https://platform.openai.com/docs/api-reference/responses
@@ -9,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, ValidationError, field_validator
 
 from pd_serve.errors import InvalidRequestError, RequestError
 from pd_serve.protocol.openai import (
@@ -19,7 +21,7 @@ from pd_serve.protocol.openai import (
     SampledRequest,
     translated,
 )
-from pd_serve.protocol.openai_responses import ResponseModel
+from pd_serve.protocol.openai_tools import MAX_TOOLS
 
 LOGPROBS = "message.output_text.logprobs"
 _NAMES: Mapping[str, str] = {
@@ -64,6 +66,67 @@ def _items(value: object) -> object:
     return ({"role": "user", "content": value},) if isinstance(value, str) else value
 
 
+class InputCall(RequestModel):
+    """A call of an earlier answer."""
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: str | None = None
+
+
+class InputCallOutput(RequestModel):
+    """What a call gave."""
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Annotated[tuple[TextContent, ...], BeforeValidator(_parts, json_schema_input_type=str | tuple[TextContent, ...])]
+    id: str | None = None
+    status: str | None = None
+
+
+class InputReasoning(RequestModel):
+    """Reasoning of an earlier answer: chat templates leave out what is over, so that it changes nothing."""
+
+    type: Literal["reasoning"]
+    id: str | None = None
+    summary: JsonValue = None
+    content: JsonValue = None
+    encrypted_content: str | None = None
+    status: str | None = None
+
+
+def _kind(value: object) -> str:
+    kind = value.get("type") if isinstance(value, dict) else getattr(value, "type", None)
+    return f"{kind} item" if kind in ("function_call", "function_call_output", "reasoning") else "message item"
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("message item")]
+    | Annotated[InputCall, Tag("function_call item")]
+    | Annotated[InputCallOutput, Tag("function_call_output item")]
+    | Annotated[InputReasoning, Tag("reasoning item")],
+    Discriminator(_kind),
+]
+"""The tags are no identifiers: an error names the place of an item, not its kind."""
+InputItems = Annotated[tuple[InputItem, ...], BeforeValidator(_items, json_schema_input_type=str | tuple[InputItem, ...])]
+
+
+class ResponseTool(RequestModel):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(RequestModel):
+    type: Literal["function"]
+    name: str
+
+
 class JsonSchemaFormat(RequestModel):
     type: Literal["json_schema"]
     name: str
@@ -105,8 +168,6 @@ class ResponseRequest(SampledRequest):
         "prompt": (),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "tool_choice": ("auto", "none"),
-        "tools": ([],),
         "truncation": ("disabled",),
     }
     why_not: ClassVar[Mapping[str, str]] = {
@@ -116,7 +177,7 @@ class ResponseRequest(SampledRequest):
     }
     ignored: ClassVar[tuple[str, ...]] = ("prompt_cache_options", "prompt_cache_retention")
 
-    input: Annotated[tuple[InputMessage, ...], BeforeValidator(_items, json_schema_input_type=str | tuple[InputMessage, ...])] = Field(
+    input: Annotated[tuple[InputItem, ...], BeforeValidator(_items, json_schema_input_type=str | tuple[InputItem, ...])] = Field(
         min_length=1
     )
     instructions: str | None = None
@@ -126,6 +187,8 @@ class ResponseRequest(SampledRequest):
     include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = Field((), max_length=8)
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS_CHAT)
     stream_options: ResponseStreamOptions | None = None
+    tools: tuple[ResponseTool, ...] = Field((), max_length=MAX_TOOLS)
+    tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field({}, max_length=16)
     user: str | None = None
@@ -143,7 +206,7 @@ class ResponseRequest(SampledRequest):
 
     def chat_fields(self) -> dict[str, object]:
         """As the body of a chat."""
-        messages = [{"role": message.role, "content": message.text} for message in self.input]
+        messages = self._messages()
         if self.instructions is not None:
             messages.insert(0, {"role": "system", "content": self.instructions})
         fields: dict[str, object] = {name: getattr(self, name) for name in SampledRequest.model_fields if name in self.model_fields_set}
@@ -161,7 +224,35 @@ class ResponseRequest(SampledRequest):
             }
         elif self.text.format.type == "json_object":
             fields["response_format"] = {"type": "json_object"}
+        if self.tools:
+            fields["tools"] = [
+                {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)} for tool in self.tools
+            ]
+            fields["parallel_tool_calls"] = self.parallel_tool_calls
+        if self.tools or self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool):
+            choice = self.tool_choice
+            fields["tool_choice"] = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedTool) else choice
         return fields | {"reasoning_effort": self.reasoning.effort, "verbosity": self.text.verbosity}
+
+    def _messages(self) -> list[dict[str, object]]:
+        """Calls join the assistant's message before them, as a chat has them."""
+        messages: list[dict[str, object]] = []
+        calls: list[dict[str, object]] | None = None
+        for item in self.input:
+            if isinstance(item, InputCall):
+                if calls is None:
+                    calls = []
+                    if not (messages and messages[-1]["role"] == "assistant"):
+                        messages.append({"role": "assistant", "content": None})
+                    messages[-1]["tool_calls"] = calls
+                calls.append({"id": item.call_id, "type": "function", "function": {"name": item.name, "arguments": item.arguments}})
+            elif isinstance(item, InputCallOutput):
+                messages.append({"role": "tool", "tool_call_id": item.call_id, "content": "".join([part.text for part in item.output])})
+                calls = None
+            elif isinstance(item, InputMessage):
+                messages.append({"role": item.role, "content": item.text})
+                calls = None
+        return messages
 
 
 class ResponseChat(ChatCompletionRequest):
@@ -198,98 +289,3 @@ def as_response_error(error: RequestError) -> RequestError:
 def _own_name(param: str | None) -> str | None:
     name = (param or "").replace("[", ".").partition(".")[0]
     return param if param is None or name not in _NAMES else _NAMES[name] + param[len(name) :]
-
-
-class ResponseLogprobTop(ResponseModel):
-    token: str
-    logprob: float
-    bytes: tuple[int, ...]
-
-
-class ResponseLogprob(ResponseModel):
-    token: str
-    logprob: float
-    bytes: tuple[int, ...]
-    top_logprobs: tuple[ResponseLogprobTop, ...]
-
-
-class OutputText(ResponseModel):
-    type: Literal["output_text"] = "output_text"
-    text: str
-    annotations: tuple[()] = ()
-    logprobs: tuple[ResponseLogprob, ...] = ()
-
-
-class OutputMessage(ResponseModel):
-    id: str
-    type: Literal["message"] = "message"
-    status: Literal["in_progress", "completed", "incomplete"]
-    role: Literal["assistant"] = "assistant"
-    content: tuple[OutputText, ...]
-
-
-class InputTokensDetails(ResponseModel):
-    cached_tokens: int
-    cache_write_tokens: int = 0
-
-
-class OutputTokensDetails(ResponseModel):
-    reasoning_tokens: int = 0
-
-
-class ResponseUsage(ResponseModel):
-    input_tokens: int
-    input_tokens_details: InputTokensDetails
-    output_tokens: int
-    output_tokens_details: OutputTokensDetails
-    total_tokens: int
-
-
-class ResponseFailure(ResponseModel):
-    code: Literal["server_error"] = "server_error"
-    message: str
-
-
-class IncompleteDetails(ResponseModel):
-    reason: Literal["max_output_tokens"] = "max_output_tokens"
-
-
-class ReasoningTold(ResponseModel):
-    effort: str | None
-    summary: None = None
-
-
-class ResponseObject(ResponseModel):
-    """The answer, also as it stands in the events of a stream."""
-
-    id: str
-    object: Literal["response"] = "response"
-    created_at: int
-    completed_at: int | None = None
-    status: Literal["in_progress", "completed", "incomplete", "failed"]
-    background: Literal[False] = False
-    error: ResponseFailure | None = None
-    incomplete_details: IncompleteDetails | None = None
-    instructions: str | None
-    max_output_tokens: int | None
-    max_tool_calls: None = None
-    model: str
-    output: tuple[OutputMessage, ...]
-    parallel_tool_calls: bool
-    previous_response_id: None = None
-    prompt_cache_key: str | None
-    reasoning: ReasoningTold
-    safety_identifier: str | None
-    service_tier: Literal["default"] = "default"
-    store: Literal[False] = False
-    temperature: float
-    text: dict[str, Any]
-    """As TextConfig."""
-    tool_choice: Literal["auto", "none"] = "auto"
-    tools: tuple[()] = ()
-    top_logprobs: int
-    top_p: float
-    truncation: Literal["disabled"] = "disabled"
-    usage: ResponseUsage | None
-    user: str | None
-    metadata: dict[str, str]

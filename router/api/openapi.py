@@ -21,7 +21,8 @@ from pd_serve.config import RouterConfig, SecurityConfig
 from pd_serve.protocol.admin import ADMIN_WORKERS_PATH
 from pd_serve.protocol.control import REGISTER_PATH, RegisterWorker
 from pd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, ErrorResponse
-from pd_serve.protocol.openai_response_api import ResponseObject, ResponseRequest
+from pd_serve.protocol.openai_response_answers import ResponseObject
+from pd_serve.protocol.openai_response_api import ResponseRequest
 from pd_serve.protocol.openai_responses import ChatCompletion, Completion
 from pd_serve.protocol.openai_tokens import DetokenizeRequest, TokenizeRequest
 from router.api.admin import BODIES, ROLE_PATH
@@ -93,7 +94,7 @@ def openapi_document(routes: Sequence[BaseRoute], router: RouterConfig, security
 
 def _generation(request: type[BaseModel], answer: type[BaseModel], summary: str) -> dict[str, Any]:
     done = _json(answer, "The whole answer, or with `stream` its parts as they come, ended by `data: [DONE]`")
-    done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    done["content"]["text/event-stream"] = {}
     return {"summary": summary, "requestBody": _json_body(request), "responses": {"200": done}}
 
 

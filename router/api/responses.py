@@ -12,10 +12,10 @@ from router.api.chat import ChatPlanner
 from router.api.errors import UnknownPathError
 from router.api.generate import GenerationEndpoint, Texts, new_response_id, now_s
 from router.exchange import AnswerPlan, ChoiceState
-from router.response_events import ResponseDraft, ResponseEvents, response_logprobs
+from router.response_draft import ResponseDraft
+from router.response_events import ResponseEvents
 from router.services import Services
 from router.tokenizer import TextCodec
-from router.tools.parts import content_of
 from router.whole import UsageCounts
 
 router = APIRouter()
@@ -39,7 +39,7 @@ class _ResponsePlanner:
             plan = self._chat.plan(services, request, encoded)
         except RequestError as error:
             raise as_response_error(error) from None
-        draft = ResponseDraft(new_response_id("resp"), new_response_id("msg"), now_s(), services.model_name, request.asked)
+        draft = ResponseDraft(new_response_id("").removeprefix("-"), now_s(), services.model_name, request.asked)
         plan = plan._replace(response_id=draft.response_id, builder=_ResponseBuilder(services.codec, draft), include_usage=True)
         if not request.stream:
             return plan
@@ -58,10 +58,9 @@ class _ResponseBuilder:
 
     def whole(self, choices: list[ChoiceState], usage: UsageCounts) -> bytes:
         (choice,) = choices
-        text = "".join([content_of(piece) for piece in choice.pieces])
-        logprobs = response_logprobs(self.codec, choice.pieces) if self.draft.asked.has_logprobs else ()
-        message = self.draft.message(text, logprobs, choice.text.finish_reason or "stop")
-        return self.draft.ended(message, usage).model_dump_json().encode()
+        has_run_out = choice.text.finish_reason == "length"
+        items = self.draft.items(self.codec, choice.pieces, has_run_out)
+        return self.draft.ended(items, has_run_out, usage).model_dump_json().encode()
 
 
 @router.get("/v1/responses/{response_id:path}", include_in_schema=False)

@@ -40,13 +40,6 @@ class ParsedPiece(Piece, frozen=True, gc=False):
     parts: tuple[Part, ...] = ()
 
 
-def content_of(piece: Piece) -> str:
-    """What it adds to the content of its choice."""
-    if not isinstance(piece, ParsedPiece):
-        return piece.text
-    return "".join([part.text for part in piece.parts if isinstance(part, Content)])
-
-
 class PartList:
     """Collects parts; texts of one kind that come together become one part."""
 
