@@ -102,10 +102,10 @@ class ResponseEvents:
             case CallBegun():
                 return self._close("completed") + self._began(CallBegun, part)
             case CallArguments(text=text):
-                item = self._open
-                assert item is not None
-                item.texts.append(text)
-                return self._event(b"response.function_call_arguments.delta", item.place + b',"delta":' + _json(text))
+                call = self._open
+                assert call is not None
+                call.texts.append(text)
+                return self._event(b"response.function_call_arguments.delta", call.place + b',"delta":' + _json(text))
 
     def _content(self, text: str, logprobs: tuple[ResponseLogprob, ...]) -> bytes:
         begun, item = self._within(Content)
