@@ -61,6 +61,8 @@ class FleetControl:
         self._timeline = timeline
         self._metrics = metrics
         self._leaving: dict[PeerId, asyncio.Task[None]] = {}
+        self._switching = asyncio.Lock()
+        """One role after another: each must see what the one before has left."""
         self.tell: Callable[[FleetChange], None] = lambda change: None
 
     def fleet(self) -> Fleet:
@@ -147,16 +149,17 @@ class FleetControl:
 
         Raises UnknownWorkerError, LastOfItsRoleError when nothing that decodes would be left, UnavailableError when it does not answer.
         """
-        worker = self._found(worker_id)
-        previous = worker.load.role
-        others = (other for other in self._pool.workers if other is not worker and other.is_available)
-        if role is Role.PREFILL and previous is not role and not any(other.can_decode for other in others):
-            raise LastOfItsRoleError(f"{worker_id} is the last worker that decodes")
-        clock = asyncio.get_running_loop().time
-        began_at = clock()
-        await self._call(worker, lambda control: control.set_role(role, deadline_s))
-        if not await worker.until(lambda: worker.load.role is role, ROLE_TIMEOUT_S):
-            raise UnavailableError(f"{worker.peer} took the role {role.value} and has not told of it")
+        async with self._switching:
+            worker = self._found(worker_id)
+            previous = worker.load.role
+            others = (other for other in self._pool.workers if other is not worker and other.is_available)
+            if role is Role.PREFILL and previous is not role and not any(other.can_decode for other in others):
+                raise LastOfItsRoleError(f"{worker_id} is the last worker that decodes")
+            clock = asyncio.get_running_loop().time
+            began_at = clock()
+            await self._call(worker, lambda control: control.set_role(role, deadline_s))
+            if not await worker.until(lambda: worker.load.role is role, ROLE_TIMEOUT_S):
+                raise UnavailableError(f"{worker.peer} took the role {role.value} and has not told of it")
         took_s = clock() - began_at
         if previous is not role:
             self._metrics.count("pd_serve_role_switches_total", previous.value, role.value, reason)

@@ -255,9 +255,11 @@ class WorkerPool:
         ended: asyncio.Future[str] = loop.create_future()
 
         def on_closed(link: Link, reason: str) -> None:
-            self._link_ended(address, link, reason)
-            if not ended.done():
-                ended.set_result(reason)
+            try:
+                self._link_ended(address, link, reason)
+            finally:  # whatever a callback does, the address is tried again
+                if not ended.done():
+                    ended.set_result(reason)
 
         try:
             link = await open_link(address.url, self._settings.link, partial(self._frame_arrived, address), on_closed)
@@ -330,7 +332,6 @@ class WorkerPool:
             if self.prefixes.apply(worker.peer, frame):
                 self._metrics.count("pd_serve_cache_event_gaps_total")
                 link.send(CacheSnapshot())
-            self._metrics.record("pd_serve_prefix_known_blocks", self.prefixes.num_blocks)
         elif isinstance(frame, Welcome):
             self._refuse(address, link, "sent a second Welcome")
         elif isinstance(frame, Step) and (problem := nonsense_in(frame, worker.welcome.vocab_size)):

@@ -56,6 +56,7 @@ def own_metrics(services: Services) -> str:
     """Of this process alone."""
     services.metrics.record("pd_serve_open_requests", services.occupancy.num_open)
     services.metrics.record("pd_serve_queued_requests", services.occupancy.num_queued)
+    services.metrics.record("pd_serve_prefix_known_blocks", services.pool.prefixes.num_blocks)
     services.metrics.record("pd_serve_running_requests", services.dispatcher.num_open - services.dispatcher.num_queued)
     return generate_latest(services.metrics.registry).decode()
 

@@ -64,7 +64,7 @@ class RouteChooser:
             elif candidates.can_start(decode):
                 local.append((decode, reason))
         computing = [*starting, *(decode for decode, _ in local)]
-        if computing:
+        if computing and decodes:
             route = _Ranking(self._prefill_policy, self._decode_policy, demand, computing, decodes).best(starting, remote, local)
             if route is not None:
                 return route if route.prefill is None else self._reconsidered(demand, candidates, route.prefill, route)

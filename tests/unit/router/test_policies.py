@@ -34,6 +34,18 @@ def names_of(router: RouteChooser, demand: Demand, workers: tuple[WorkerView, ..
     return route.prefill and route.prefill.peer.worker_id, route.decode.peer.worker_id
 
 
+@pytest.mark.parametrize("name", policy_names())
+def test_no_policy_is_asked_to_choose_among_no_decode_workers(name: str) -> None:
+    full = (view("p0", Role.PREFILL, (D0,)), view("d0", Role.DECODE, (P0,), num_free_tokens=10))
+    demand = Demand(100, 10, cached={P0: 16, D0: 16}, session="a session")
+    router = new_chooser(config_of({"policy": name}), lambda: 0.0)
+    for each in (demand, msgspec.structs.replace(demand, session="")):
+        assert router.choose(each, full) is None
+    fits = (full[0], msgspec.structs.replace(full[1], num_free_tokens=4096))
+    moved = msgspec.structs.replace(demand, avoid=frozenset({D0}))
+    assert names_of(router, moved, fits) == ("p0", "d0")
+
+
 # ---- the short way
 
 
