@@ -72,7 +72,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "rich": ("pd_serve.cli*", "pd_serve.bench.progress"),
     "aiohttp": ("pd_serve.bench.client",),
     "matplotlib": ("pd_serve.bench.plots*",),
-    "llguidance": ("pd_serve.grammar.compiler",),
+    "llguidance": ("pd_serve.grammar.*",),
     "jinja2": ("pd_serve.bench.report", "router.chat_template"),
 }
 HEAVY_FOR_PURE = ("torch", "transformers", "asyncio", "threading", "socket", "time", "random")

@@ -27,7 +27,6 @@ from torch import Tensor
 
 from pd_serve.clock import Clock
 from pd_serve.engine.batch import SampleSpec
-from pd_serve.errors import ModelError
 from pd_serve.grammar.base import Grammar
 from pd_serve.grammar.compiler import MaskExecutor, Matcher, Vocabulary, mask_nbytes
 from pd_serve.ids import AttemptId
@@ -158,21 +157,21 @@ class GrammarMasks:
             self._states.popitem(last=False)
         return TokenMasks(tuple([item.row for item in asked]), allowed, frozenset(broken))
 
-    def _matcher_for(self, item: Constrained) -> Matcher | ModelError:
-        """That has consumed all of the output so far."""
+    def _matcher_for(self, item: Constrained) -> Matcher | BaseException:
+        """That has consumed all of the output so far; or why there is none, whatever it is: the step goes on."""
         output_ids = item.spec.output_ids
         state = self._states.get(item.attempt_id)
         if state is None or state.grammar != item.grammar or state.matcher.num_consumed > len(output_ids):
-            try:
-                state = _State(item.grammar, self._prototype(item.grammar).result().copy())
-            except ModelError as error:
+            prototype = self._prototype(item.grammar)
+            error = prototype.exception()
+            if error is not None:
                 return error
-            self._states[item.attempt_id] = state
+            state = self._states[item.attempt_id] = _State(item.grammar, prototype.result().copy())
         self._states.move_to_end(item.attempt_id)
         state.matcher.consume(output_ids[state.matcher.num_consumed :])
         return state.matcher
 
-    def _write(self, matchers: Sequence[Matcher | ModelError], allowed: NDArray[np.uint8]) -> None:
+    def _write(self, matchers: Sequence[Matcher | BaseException], allowed: NDArray[np.uint8]) -> None:
         pairs = [(matcher, index) for index, matcher in enumerate(matchers) if isinstance(matcher, Matcher)]
         if len(pairs) == 1 or self._num_threads == 1:
             for matcher, index in pairs:

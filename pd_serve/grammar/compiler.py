@@ -1,4 +1,4 @@
-"""Grammars to matchers: the only place that knows llguidance. The router checks with it, engines ask it which tokens may follow.
+"""Grammars to matchers: where llguidance is known, with gbnf.py. The router checks with it, engines ask it which tokens may follow.
 
 The library compiles lazily (milliseconds, also for large schemas), bounds its own work per step by counting it, lets go of the interpreter
 lock meanwhile, and never raises for what a client wrote: a matcher that fails says so, and from then on lets nothing follow but the end.
@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import GbnfToLarkError, any_to_lark
 from numpy.typing import NDArray
 
 from pd_serve.errors import ModelError
 from pd_serve.grammar.base import WHITESPACE, Grammar, GrammarKind
+from pd_serve.grammar.gbnf import as_lark
 
 TOKENIZER_NAME = "tokenizer.json"
 _WORD_NBYTES = 4
@@ -122,12 +122,4 @@ def _source(grammar: Grammar) -> str:
             choices = " | ".join(json.dumps(choice) for choice in json.loads(grammar.text))
             return str(LLMatcher.grammar_from_lark(f"start: {choices}"))
         case GrammarKind.GRAMMAR:
-            return str(LLMatcher.grammar_from_lark(_as_lark(grammar.text)))
-
-
-def _as_lark(text: str) -> str:
-    """Raises ValueError."""
-    try:
-        return str(any_to_lark(text))
-    except (GbnfToLarkError, RecursionError) as error:
-        raise ValueError(f"neither Lark nor GBNF: {error}") from error
+            return str(LLMatcher.grammar_from_lark(as_lark(grammar.text)))

@@ -18,7 +18,7 @@ from pd_serve.engine.grammar import SPARE_MATCHERS, Constrained, GrammarMasks, T
 from pd_serve.engine.sampler import Sampler
 from pd_serve.errors import ModelError
 from pd_serve.grammar.base import Grammar, GrammarKind
-from pd_serve.grammar.compiler import Vocabulary
+from pd_serve.grammar.compiler import Matcher, Vocabulary
 from pd_serve.ids import AttemptId
 from pd_serve.protocol.sampling import SamplingParams
 from tests.fakes import EOS_ID, VOCAB_SIZE, byte_ids, write_tokenizer
@@ -124,6 +124,18 @@ def test_without_a_vocabulary_the_answer_ends() -> None:
 
     found = GrammarMasks(missing, TOKENS, 1, MonotonicClock()).begin([constrained(spec("ab"))]).result(9)
     assert (sets(found), set(found.broken)) == ([{EOS_ID}], {0})
+
+
+def test_whatever_goes_wrong_with_one_grammar_the_step_goes_on() -> None:
+    class Fallible(Vocabulary):
+        def matcher(self, grammar: Grammar) -> Matcher:
+            if grammar.text == "bad":
+                raise IndexError("string index out of range")
+            return vocabulary().matcher(grammar)
+
+    masks = GrammarMasks(lambda: Fallible.__new__(Fallible), TOKENS, 1, MonotonicClock())
+    found = masks.begin([constrained(spec("bad"), 0, 1), constrained(spec("ab"), 1, 2)]).result(9)
+    assert (sets(found), set(found.broken)) == ([{EOS_ID}, letters("a")], {0})
 
 
 def test_a_grammar_is_compiled_before_it_is_needed_and_the_vocabulary_read_once() -> None:
