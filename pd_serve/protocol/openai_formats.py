@@ -170,7 +170,8 @@ def _open_objects(schema: JsonValue, context: tuple[str, ...]) -> Iterator[str]:
     if schema.get("type") == "object" or isinstance(properties, dict):
         named = list(properties) if isinstance(properties, dict) else []
         required = schema.get("required")
-        missing = [name for name in named if not isinstance(required, list) or name not in required]
+        known = {name for name in required if isinstance(name, str)} if isinstance(required, list) else set()
+        missing = [name for name in named if name not in known]
         if schema.get("additionalProperties") is not False:
             yield f"In context={context}, 'additionalProperties' is required to be supplied and to be false."
         if missing:

@@ -111,3 +111,26 @@ def test_a_strict_schema_leaves_nothing_open(schema: dict[str, Any], words: str)
 
 def test_a_closed_schema_is_strict() -> None:
     assert strict_problem({**SCHEMA, "properties": {"a": SCHEMA, "b": {"type": "array", "items": SCHEMA}}}) == ""
+
+
+def test_a_strict_schema_with_many_properties_is_checked_in_proportion() -> None:
+    """Counted in comparisons of names: no name is looked for among all the others."""
+    num_compared = 0
+
+    class Name(str):
+        __slots__ = ()
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal num_compared
+            num_compared += 1
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    names = [f"k{index}" for index in range(300)]
+    properties: Any = {Name(name): {} for name in names}
+    required: Any = [Name(name) for name in names]
+    assert strict_problem({"type": "object", "properties": properties, "required": required, "additionalProperties": False}) == ""
+    assert num_compared < 10 * len(names)
+    assert "k299" in strict_problem({"type": "object", "properties": properties, "required": required[:-1], "additionalProperties": False})
+    assert "k0" in strict_problem({"type": "object", "properties": properties, "required": [[], 1], "additionalProperties": False})
