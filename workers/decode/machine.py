@@ -32,6 +32,7 @@ from pd_serve.kv.transfer import write_ranges
 from pd_serve.protocol.link import (
     Failed,
     FailureReason,
+    FinishReason,
     Lease,
     Open,
     PeerInfo,
@@ -327,6 +328,8 @@ class DecodeMachine:
         self._pool.retain(lease.writable_blocks)
         attempt.lease_id = None
         finish = sequence.append(notice.first_token, self._scheduler.rules)
+        if notice.is_cut:
+            finish = FinishReason.LENGTH
         token = TokenOutput(sequence.attempt_id, notice.first_token, finish, notice.logprobs, notice.num_cached_tokens)
         if finish is None:
             self._scheduler.add(sequence)
