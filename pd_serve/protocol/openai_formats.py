@@ -18,6 +18,8 @@ from pydantic_core import PydanticCustomError
 from pd_serve.grammar.base import ANY_JSON_OBJECT, Grammar, GrammarKind
 
 MAX_CHOICES = 4096
+MAX_STRICT_PARTS = 65536
+"""Of a strict schema, looked at on the event loop before its length is known; more are never within `structured.max_bytes` as it comes."""
 
 Schema = dict[str, JsonValue]
 Choices = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, max_length=MAX_CHOICES)]
@@ -157,13 +159,17 @@ def strict_problem(schema: Schema) -> str:
     """What OpenAI would find wrong with a strict schema: every object must be closed and all its properties required."""
     if schema.get("type") != "object":
         return f"schema must be a JSON Schema of 'type: \"object\"', got 'type: \"{schema.get('type', 'None')}\"'."
-    return next(_open_objects(schema, ()), "")
+    return next(_open_objects(schema, (), iter(range(MAX_STRICT_PARTS))), "")
 
 
-def _open_objects(schema: JsonValue, context: tuple[str, ...]) -> Iterator[str]:
+def _open_objects(schema: JsonValue, context: tuple[str, ...], room: Iterator[int]) -> Iterator[str]:
+    """`room`: has an item for each part that may still be looked at."""
+    if next(room, None) is None:
+        yield f"schema must have at most {MAX_STRICT_PARTS} parts."
+        return
     if isinstance(schema, list):
         for index, item in enumerate(schema):
-            yield from _open_objects(item, (*context, str(index)))
+            yield from _open_objects(item, (*context, str(index)), room)
     if not isinstance(schema, dict):
         return
     properties = schema.get("properties")
@@ -182,7 +188,7 @@ def _open_objects(schema: JsonValue, context: tuple[str, ...]) -> Iterator[str]:
     for keyword in ("properties", "$defs", "definitions"):
         inner = schema.get(keyword)
         for name, value in inner.items() if isinstance(inner, dict) else ():
-            yield from _open_objects(value, (*context, keyword, name))
+            yield from _open_objects(value, (*context, keyword, name), room)
     for keyword in ("items", "prefixItems", "anyOf", "allOf", "oneOf"):
         if keyword in schema:
-            yield from _open_objects(schema[keyword], (*context, keyword))
+            yield from _open_objects(schema[keyword], (*context, keyword), room)

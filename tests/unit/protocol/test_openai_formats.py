@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+import pd_serve.protocol.openai_formats
 from pd_serve.errors import InvalidRequestError
 from pd_serve.grammar.base import ANY_JSON_OBJECT, Grammar, GrammarKind
 from pd_serve.protocol.openai import parse_chat, parse_completion
@@ -134,3 +135,13 @@ def test_a_strict_schema_with_many_properties_is_checked_in_proportion() -> None
     assert num_compared < 10 * len(names)
     assert "k299" in strict_problem({"type": "object", "properties": properties, "required": required[:-1], "additionalProperties": False})
     assert "k0" in strict_problem({"type": "object", "properties": properties, "required": [[], 1], "additionalProperties": False})
+
+
+def test_of_a_strict_schema_so_many_parts_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pd_serve.protocol.openai_formats, "MAX_STRICT_PARTS", 100)
+
+    def problem_with(num_parts: int) -> str:
+        return strict_problem({"type": "object", "additionalProperties": False, "anyOf": [{} for _ in range(num_parts)]})
+
+    assert problem_with(98) == ""
+    assert "at most 100 parts" in problem_with(99)
