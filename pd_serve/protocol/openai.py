@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from pd_serve.errors import InvalidRequestError, PdServeError, RequestError
 from pd_serve.protocol.openai_formats import AskedForm, FormFields
-from pd_serve.protocol.openai_tools import MAX_TOOLS, CalledTool, ToolChoice, Tools, check_tools, forced_form
+from pd_serve.protocol.openai_tools import MAX_TOOLS, CalledTools, ToolChoice, Tools, check_tools, forced_form
 
 MAX_STOP_STRINGS = 64
 MAX_STOP_STRING_LENGTH = 16384
@@ -27,6 +27,8 @@ MAX_LOGPROBS_COMPLETION = 5
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 16384
 MAX_PROMPTS = 256
+MAX_PARTS = 4096
+"""Of the content of one message."""
 
 _OFF: Mapping[str, tuple[object, ...]] = {
     "tools": ([],),
@@ -159,24 +161,33 @@ class TextPart(RequestModel):
     text: str
 
 
+TextParts = Annotated[tuple[TextPart, ...], Field(fail_fast=True, max_length=MAX_PARTS)]
+
+
 class Message(RequestModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | tuple[TextPart, ...] | None = Field(None, description="May be absent, or null, only where there are `tool_calls`")
+    content: str | TextParts | None = Field(None, description="May be absent, or null, only where there are `tool_calls`")
     name: str | None = None
     tool_call_id: str | None = None
-    tool_calls: tuple[CalledTool, ...] | None = None
+    tool_calls: CalledTools | None = None
     reasoning_content: str | None = None
     refusal: None = None
     function_call: None = None
     audio: None = None
-    annotations: JsonValue = Field(None, description="Changes nothing")
-    parsed: JsonValue = Field(None, description="Changes nothing")
+    annotations: object = Field(None, description="Changes nothing")
+    parsed: object = Field(None, description="Changes nothing")
 
     @property
     def text(self) -> str:
         if self.content is None:
             return ""
         return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def num_chars(self) -> int:
+        """Of all that a chat template may show of it."""
+        others = len(self.reasoning_content or "") + len(self.name or "")
+        return len(self.text) + others + sum([len(call.function.name) + len(call.function.arguments) for call in self.tool_calls or ()])
 
 
 class ChatCompletionRequest(GenerationRequest):

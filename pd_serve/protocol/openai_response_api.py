@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, Discriminator, Field, JsonValue, Tag, Vali
 from pd_serve.errors import InvalidRequestError, RequestError
 from pd_serve.protocol.openai import (
     MAX_LOGPROBS_CHAT,
+    MAX_PARTS,
     ChatCompletionRequest,
     RequestModel,
     SampledRequest,
@@ -47,12 +48,19 @@ def _parts(value: object) -> object:
     return ({"type": "input_text", "text": value},) if isinstance(value, str) else value
 
 
+TextContents = Annotated[
+    tuple[TextContent, ...],
+    Field(fail_fast=True, max_length=MAX_PARTS),
+    BeforeValidator(_parts, json_schema_input_type=str | Annotated[tuple[TextContent, ...], Field(max_length=MAX_PARTS)]),
+]
+
+
 class InputMessage(RequestModel):
     """As a client writes one, or as it stands in the `output` of an earlier answer."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[tuple[TextContent, ...], BeforeValidator(_parts, json_schema_input_type=str | tuple[TextContent, ...])]
+    content: TextContents
     id: str | None = None
     status: str | None = None
     phase: str | None = None
@@ -82,7 +90,7 @@ class InputCallOutput(RequestModel):
 
     type: Literal["function_call_output"]
     call_id: str
-    output: Annotated[tuple[TextContent, ...], BeforeValidator(_parts, json_schema_input_type=str | tuple[TextContent, ...])]
+    output: TextContents
     id: str | None = None
     status: str | None = None
 
@@ -92,8 +100,8 @@ class InputReasoning(RequestModel):
 
     type: Literal["reasoning"]
     id: str | None = None
-    summary: JsonValue = None
-    content: JsonValue = None
+    summary: object = None
+    content: object = None
     encrypted_content: str | None = None
     status: str | None = None
 
@@ -111,7 +119,9 @@ InputItem = Annotated[
     Discriminator(_kind),
 ]
 """The tags are no identifiers: an error names the place of an item, not its kind."""
-InputItems = Annotated[tuple[InputItem, ...], BeforeValidator(_items, json_schema_input_type=str | tuple[InputItem, ...])]
+InputItems = Annotated[
+    tuple[InputItem, ...], Field(fail_fast=True), BeforeValidator(_items, json_schema_input_type=str | tuple[InputItem, ...])
+]
 
 
 class ResponseTool(RequestModel):
@@ -177,9 +187,7 @@ class ResponseRequest(SampledRequest):
     }
     ignored: ClassVar[tuple[str, ...]] = ("prompt_cache_options", "prompt_cache_retention")
 
-    input: Annotated[tuple[InputItem, ...], BeforeValidator(_items, json_schema_input_type=str | tuple[InputItem, ...])] = Field(
-        min_length=1
-    )
+    input: InputItems = Field(min_length=1)
     instructions: str | None = None
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextConfig = TextConfig()
@@ -187,7 +195,7 @@ class ResponseRequest(SampledRequest):
     include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = Field((), max_length=8)
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS_CHAT)
     stream_options: ResponseStreamOptions | None = None
-    tools: tuple[ResponseTool, ...] = Field((), max_length=MAX_TOOLS)
+    tools: Annotated[tuple[ResponseTool, ...], Field(fail_fast=True)] = Field((), max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
     metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field({}, max_length=16)

@@ -18,6 +18,8 @@ from pd_serve.grammar.base import WHITESPACE, Grammar, GrammarKind
 from pd_serve.protocol.openai_formats import AskedForm
 
 MAX_TOOLS = 128
+MAX_CALLS = 1024
+"""Of one message of the conversation."""
 _NO_PARAMETERS: Mapping[str, JsonValue] = {"type": "object", "properties": {}}
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -45,6 +47,11 @@ class FunctionTool(ToolModel):
             function["description"] = self.function.description
         function["parameters"] = self.parameters
         return {"type": "function", "function": function}
+
+    @property
+    def num_chars(self) -> int:
+        """Of what chat templates show of it."""
+        return len(json.dumps(self.for_template(), ensure_ascii=False))
 
     @property
     def parameters(self) -> dict[str, JsonValue]:
@@ -91,6 +98,9 @@ class CalledTool(BaseModel):
         except (ValueError, RecursionError):
             return None
         return value if isinstance(value, dict) else None
+
+
+CalledTools = Annotated[tuple[CalledTool, ...], Field(fail_fast=True, max_length=MAX_CALLS)]
 
 
 def forced_form(tools: tuple[FunctionTool, ...], choice: ToolChoice | None, is_parallel: bool) -> AskedForm | None:

@@ -22,9 +22,11 @@ class ChatPlanner:
 
     def texts(self, services: Services, request: ChatCompletionRequest) -> Texts:
         limits = services.limits()
-        limits.check_text(sum(len(message.text) for message in request.messages), "messages")
+        num_chars = sum([message.num_chars for message in request.messages])
+        limits.check_text(num_chars, "messages")
         if has_tools(request):
             services.formats.check(request)
+            limits.check_text(num_chars + sum([tool.num_chars for tool in request.tools]), "tools")
             text = services.codec.render_chat(request.messages, request.chat_template_kwargs, request.tools)
         else:
             text = services.codec.render_chat(request.messages, request.chat_template_kwargs)
