@@ -19,6 +19,7 @@ from pydantic import JsonValue
 from pd_serve.errors import InvalidRequestError, ModelError
 from pd_serve.protocol.openai import Message
 from pd_serve.protocol.openai_tools import CalledTool, FunctionTool
+from router.surrogates import without_halves
 
 TemplateValue = bool | int | float | str
 _PREAMBLE = """# Tools
@@ -60,12 +61,12 @@ class ChatTemplate:
         template = self._with_tools if tools else self._plain
         try:
             try:
-                return str(template.render(messages=plain, **variables))
+                return without_halves(str(template.render(messages=plain, **variables)))
             except TemplateError:
                 if all("content" in message for message in plain):
                     raise
                 # DeepSeek's templates ask whether the content is null, and cannot do without it.
-                return str(template.render(messages=[{"content": None, **message} for message in plain], **variables))
+                return without_halves(str(template.render(messages=[{"content": None, **message} for message in plain], **variables)))
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError, RecursionError) as error:
             raise InvalidRequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from router.surrogates import without_halves
 from router.tools.base import Calls
 from router.tools.reading import NotACallError, Reading, ReadingOn, expect, nothing, read_container, read_literal, read_scalar, read_string
 from router.tools.reading import visible as next_visible
@@ -57,10 +58,10 @@ def read_call(calls: Calls, is_known_only: bool = False) -> Reading:
 
 
 def _read_text() -> ReadingOn:
-    """The value of a JSON string, after its opening quote. Nothing is read beyond it."""
+    """The value of a JSON string, after its opening quote; it can be encoded. Nothing is read beyond it."""
     raw: list[str] = []
     yield from read_string(raw.append)
-    return str(json.loads("".join(raw)))
+    return without_halves(str(json.loads("".join(raw))))
 
 
 def _read_arguments(ch: str) -> ReadingOn:

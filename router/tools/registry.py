@@ -99,7 +99,8 @@ class OutputFormats:
         if forced is not None:
             return ChoiceParsing(self._codec, forced, frozenset(), 0, False, False)
         has_calls = has_tools(request)
-        has_reasoning = self.has_reasoning
+        # A grammar holds from the first token on: there is nothing but the answer, even where the prompt opens reasoning.
+        has_reasoning = self.has_reasoning and request.form is None
         is_open = False
         if has_reasoning:
             tail = self._answers.decode(prompt[-_REASONING_TAIL:]).rstrip()

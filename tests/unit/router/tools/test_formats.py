@@ -104,3 +104,11 @@ def test_no_more_calls_than_asked_for_and_nothing_behind_them() -> None:
     text = RECORDED["Qwen 2.5"].text
     assert told(read("hermes", [text], max_calls=1)) == ("", RECORDED["Qwen 2.5"].calls[:1])
     assert told(read("hermes", list(text), max_calls=1)) == ("", RECORDED["Qwen 2.5"].calls[:1])
+
+
+@pytest.mark.parametrize("text", [r'{"name": "add", "arguments": "{\"a\": \"\ud83d\"}"}', r'{"name": "a\udc00", "arguments": {}}'])
+def test_halves_of_characters_are_no_text_of_a_call(text: str) -> None:
+    """They could not be sent."""
+    (call,) = read("hermes", [f"<tool_call>{text}</tool_call>"]).calls
+    assert "\ufffd" in call.name + call.arguments
+    assert (call.name + call.arguments).encode()

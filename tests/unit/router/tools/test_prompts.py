@@ -11,7 +11,7 @@ from pd_serve.config import ModelConfig
 from pd_serve.errors import InvalidRequestError
 from pd_serve.ids import AttemptId
 from pd_serve.protocol.link import FinishReason, TokenOutput
-from pd_serve.protocol.openai import ChatCompletionRequest, Message
+from pd_serve.protocol.openai import ChatCompletionRequest, Message, parse_chat
 from pd_serve.protocol.openai_tools import FunctionTool
 from router.chat_template import ChatTemplate
 from router.tokenizer import FolderTokenizer
@@ -155,3 +155,34 @@ def test_markers_that_are_special_tokens_are_seen_and_others_are_not(tmp_path: P
     assert codec.keeping(("[TOOL_CALLS]",)).decode((*byte_ids("a"), begin, other)) == "a[TOOL_CALLS]"
     assert codec.keeping(("<tool_call>", "absent")) is codec
     assert codec.decode(tuple(tokens)) == 'okget_weather{"city": "é"}'
+
+
+def test_where_a_grammar_holds_all_is_content(tmp_path: Path) -> None:
+    """It leaves no room for the end of reasoning, even where the prompt has opened it."""
+    thinking = OutputFormats(ModelConfig(reasoning_parser="deepseek_r1"), FolderTokenizer(write_tokenizer(tmp_path)))
+    opened = byte_ids("x<think>\n")
+    assert thinking.parsing(asked(), opened) is not None
+    assert thinking.parsing(asked(response_format={"type": "json_object"}), opened) is None
+    with_tools = thinking.parsing(asked(response_format={"type": "json_object"}, tools=[WEATHER]), opened)
+    assert with_tools is not None
+    assert not with_tools.has_reasoning
+
+
+def test_halves_of_characters_in_arguments_do_not_reach_the_tokenizer(tmp_path: Path) -> None:
+    codec = FolderTokenizer(write_tokenizer(tmp_path))
+    call = {"id": "c", "function": {"name": "get_weather", "arguments": '{"city": "\\ud83d", "joy": "\\ud83d\\ude00"}'}}
+    text = codec.render_chat(messages({"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}), {})
+    assert codec.encode(text, False)
+    assert "\ufffd" in text
+    assert "\U0001f600" in text
+
+
+def test_halves_of_characters_in_a_body_are_no_json() -> None:
+    with pytest.raises(InvalidRequestError, match="not valid JSON"):
+        parse_chat(b'{"model": "m", "messages": [{"role": "user", "content": "\\ud83d"}]}')
+
+
+def test_all_that_a_template_shows_counts() -> None:
+    assert [message.num_chars for message in messages()] == [8, 2 * len('get_weather{"city": "Paris"}'), 3, 4]
+    assert messages({"role": "assistant", "content": "a", "reasoning_content": "bcd", "name": "ef"})[0].num_chars == 6
+    assert tools()[0].num_chars > len(json.dumps(FUNCTION["parameters"]))
