@@ -153,6 +153,11 @@ class Limits:
                 f"This model's maximum context length is {longest} tokens, but the prompt has {num_tokens}: no room is left", param
             )
 
+    def check_fits(self, num_tokens: int, param: str) -> None:
+        """Of tokens that nothing has to follow. Raises ContextLengthError."""
+        if self.max_context_tokens and num_tokens > self.max_context_tokens:
+            raise ContextLengthError(f"This model's maximum context length is {self.max_context_tokens} tokens, but these are more", param)
+
     def output_budget(self, num_prompt_tokens: int, wanted: int | None) -> int:
         """Tokens to generate: what was asked for, or all that fit. Raises ContextLengthError when what was asked for does not fit."""
         if not self.max_context_tokens:

@@ -28,7 +28,10 @@ async def tokenize_text(request: Request) -> TokenizeAnswer:
     asked = parse_tokenize(body)
     _check_model(services, asked.model)
     (tokens,) = await tokenize(services.codec, _texts(services, asked))
-    strs = tuple([_shown(services, token) for token in tokens]) if asked.return_token_strs else None
+    services.limits().check_fits(len(tokens), "prompt" if asked.messages is None else "messages")
+    strs = None
+    if asked.return_token_strs:
+        strs = await asyncio.to_thread(_strs, services, tokens) if len(tokens) >= LONG_TEXT else _strs(services, tokens)
     return TokenizeAnswer(count=len(tokens), max_model_len=services.limits().max_context_tokens, tokens=tokens, token_strs=strs)
 
 
@@ -36,8 +39,9 @@ async def tokenize_text(request: Request) -> TokenizeAnswer:
 async def detokenize(request: Request) -> DetokenizeAnswer:
     """Special tokens are shown."""
     services, body = await _asked(request)
-    services.limits().check_length(body.count(b","), "tokens")
+    services.limits().check_fits(body.count(b","), "tokens")
     asked = parse_detokenize(body)
+    services.limits().check_fits(len(asked.tokens), "tokens")
     _check_model(services, asked.model)
     vocab_size = services.limits().vocab_size
     if any(token >= vocab_size for token in asked.tokens):
@@ -61,7 +65,7 @@ def _texts(services: Services, asked: TokenizeRequest) -> Texts:
     if asked.messages is None:
         text, param, is_chat = asked.prompt or "", "prompt", False
     else:
-        limits.check_text(sum(len(message.text) for message in asked.messages), "messages")
+        limits.check_text(sum([message.num_chars for message in asked.messages]), "messages")
         options = asked.chat_template_kwargs | {"add_generation_prompt": asked.add_generation_prompt}
         text, param, is_chat = services.codec.render_chat(asked.messages, options), "messages", True
     limits.check_text(len(text), param)
@@ -72,5 +76,5 @@ def _text(services: Services, tokens: tuple[int, ...]) -> str:
     return b"".join([services.codec.token_bytes(token) for token in tokens]).decode("utf-8", "replace")
 
 
-def _shown(services: Services, token: int) -> str:
-    return services.codec.token_bytes(token).decode("utf-8", "replace")
+def _strs(services: Services, tokens: tuple[int, ...]) -> tuple[str, ...]:
+    return tuple([services.codec.token_bytes(token).decode("utf-8", "replace") for token in tokens])

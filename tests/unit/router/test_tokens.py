@@ -53,3 +53,12 @@ async def test_what_cannot_be_taken_is_refused(tmp_path: Path) -> None:
         ):
             answer = await c.http.post(path, json=body)
             assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), body
+
+
+async def test_more_tokens_than_the_context_are_refused_and_as_many_are_not(tmp_path: Path) -> None:
+    async with cluster(tmp_path, mock_worker(role=Role.BOTH)) as c:
+        most = c.services.limits().max_context_tokens
+        for num, status in ((most, 200), (most + 1, 400)):
+            texts = await c.http.post("/tokenize", json={"prompt": "x" * num, "model": MODEL, "return_token_strs": True})
+            tokens = await c.http.post("/detokenize", json={"tokens": [100] * num, "model": MODEL})
+            assert (texts.status_code, tokens.status_code) == (status, status), (texts.text[:200], tokens.text[:200])
