@@ -12,7 +12,7 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from pd_serve.config import RouterConfig
-from pd_serve.errors import InvalidRequestError, NotFoundError
+from pd_serve.errors import InvalidRequestError, NotFoundError, UnavailableError
 from pd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
 from pd_serve.protocol.sampling import SamplingParams
 from pd_serve.protocol.server import line_of
@@ -110,7 +110,11 @@ class GenerationEndpoint(Generic[R]):
                 parsed = self._parsed(services, body)
                 texts = self._planner.texts(services, parsed)
             if parsed.form is not None:
-                await services.grammars.check(parsed.form)
+                try:
+                    await services.grammars.check(parsed.form)
+                except UnavailableError:
+                    services.admission.give_back(ticket, 0)
+                    raise
             plan = self._plan(services, parsed, await tokenize(services.codec, texts))
             head = _admitted(services, scope, ticket, plan)
             has_begun = True

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import router.grammars
-from pd_serve.config import StructuredConfig
+from pd_serve.config import OverloadConfig, StructuredConfig
 from pd_serve.errors import InvalidRequestError, OverloadedError
 from pd_serve.grammar.base import Grammar, GrammarKind
 from pd_serve.protocol.link import Open, Prefill, Role
@@ -98,3 +98,12 @@ async def test_only_so_many_forms_are_remembered(monkeypatch: pytest.MonkeyPatch
     for text in ("a", "b", "a", "c"):
         await checks.check(regex(text))
     assert [checks.knows(regex(text)) for text in "abc"] == [True, False, True]
+
+
+async def test_a_form_that_could_not_be_looked_at_does_not_count_against_the_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router.grammars, "MAX_WAITING", 0)
+    async with cluster(tmp_path, mock_worker(role=Role.BOTH), overload=OverloadConfig(requests_per_minute=1)) as c:
+        refused = await c.chat(response_format=STRICT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
+        assert (await c.chat()).status_code == 200
+        assert (await c.chat()).json()["error"]["code"] == "rate_limit_exceeded"
