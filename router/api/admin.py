@@ -16,8 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pd_serve.errors import AuthenticationError, InvalidRequestError, PdServeError
 from pd_serve.protocol.admin import ADMIN_WORKERS_PATH, AddWorker, Fleet, FleetAddress, FleetWorker, RoleSwitched
 from pd_serve.protocol.control import DrainRequest, RoleRequest
-from router.admission import read_body
-from router.api.internal import authorized
+from router.api.internal import authorized, control_body
 from router.fleet import FleetControl
 
 MAX_BODY_NBYTES = 16 * 1024
@@ -80,7 +79,7 @@ async def role(request: Request, worker_id: str) -> RoleSwitched:
 async def _asked(request: Request, model: type[M]) -> tuple[FleetControl, M]:
     """The body is looked at only when the secret is right; an empty one stands for defaults."""
     fleet = _fleet(request)
-    body = await read_body(request.scope, request.receive, MAX_BODY_NBYTES)
+    body = await control_body(request, MAX_BODY_NBYTES)
     try:
         return fleet, model.model_validate_json(body or b"{}")
     except ValidationError as error:
@@ -92,7 +91,7 @@ def _fleet(request: Request) -> FleetControl:
     try:
         return authorized(request).fleet
     except AuthenticationError:
-        audit.warning("%s: %s %s refused, wrong or missing secret", _who(request), request.method, request.url.path)
+        audit.warning("%s: %s %r refused, wrong or missing secret", _who(request), request.method, request.url.path)
         raise
 
 

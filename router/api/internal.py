@@ -28,7 +28,7 @@ router = APIRouter()
 @router.post(REGISTER_PATH)
 async def register(request: Request) -> Registered:
     services = authorized(request)
-    body = await read_body(request.scope, request.receive, MAX_REGISTRATION_NBYTES)
+    body = await control_body(request, MAX_REGISTRATION_NBYTES)
     try:
         worker = RegisterWorker.model_validate_json(body)
     except ValidationError as error:
@@ -66,6 +66,18 @@ async def recent_requests(services: Services) -> RecentRequests:
     answers = await services.siblings.ask(Topic.REQUESTS)
     others = (told for answer in answers.data for told in RecentRequests.model_validate_json(answer).requests)
     return RecentRequests(requests=tuple(sorted((*recent.requests, *others), key=lambda told: told.arrived_at_s, reverse=True)))
+
+
+async def control_body(request: Request, max_nbytes: int) -> bytes:
+    """JSON that says so, which no browser sends to other sites unasked: where no secret is needed, any page could else give orders.
+
+    Nothing at all may be sent by who is no browser. Raises InvalidRequestError.
+    """
+    body = await read_body(request.scope, request.receive, max_nbytes)
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and (body or "origin" in request.headers):
+        raise InvalidRequestError("the body has to be JSON, and to say so: 'Content-Type: application/json'", "content-type")
+    return body
 
 
 def authorized(request: Request) -> Services:

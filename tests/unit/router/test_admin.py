@@ -224,9 +224,29 @@ async def test_refusals_look_like_openais_and_are_logged(tmp_path: Path, caplog:
         assert await ask("DELETE", "/nobody") == (404, "unknown_worker")
         assert await ask("POST", "/a/drain") == (503, "unavailable"), "this worker has no such route"
         assert await ask("PUT", "") == (405, "method_not_allowed")
+        assert (await c.http.post(f"{ADMIN}/a%1Bb/role")).status_code == 401
     said = "\n".join(_messages(caplog.records))
-    assert "127.0.0.1: POST /admin/workers/a/role refused, wrong or missing secret" in said
+    assert "127.0.0.1: POST '/admin/workers/a/role' refused, wrong or missing secret" in said
+    assert r"127.0.0.1: POST '/admin/workers/a\x1bb/role' refused, wrong or missing secret" in said
     assert "127.0.0.1 asked to make 'nobody' both: refused, there is no worker 'nobody'" in said
+
+
+async def test_other_sites_pages_cannot_give_orders(tmp_path: Path) -> None:
+    """Browsers send them everything but JSON without asking first; here no secret is needed."""
+    page = {"origin": "http://elsewhere"}
+    async with one_and_two(tmp_path) as (c, made):
+        for path, content in (("", b'{"address": "http://x:1"}'), ("/d1/role", b'{"role": "prefill"}'), ("/d1/drain", b"{}")):
+            for kind in ({"content-type": "text/plain"}, {"content-type": "text/plain; application/json"}, {}):
+                reply = await c.http.post(ADMIN + path, content=content, headers=page | kind)
+                assert (reply.status_code, reply.json()["error"]["param"]) == (400, "content-type")
+        assert (await c.http.post(f"{ADMIN}/d1/drain", headers=page)).status_code == 400
+        registration = RegisterWorker(worker_id="x", incarnation=1, address="http://127.0.0.1:9", role=Role.BOTH, ready=True)
+        told = await c.http.post("/internal/v1/workers", content=registration.model_dump_json(), headers={"content-type": "text/plain"})
+        assert told.status_code == 400
+        assert all(worker.asked == [] for worker in made.values())
+        assert (
+            await c.http.post(f"{ADMIN}/d1/drain", json={}, headers={"content-type": "application/json; charset=utf-8"})
+        ).status_code == 202
 
 
 def _messages(records: list[logging.LogRecord]) -> Iterator[str]:

@@ -85,7 +85,7 @@ async def _register(url: str, address: str) -> None:
     while not waiting.is_over():
         try:
             async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
-                answer = await http.post(f"{url}/internal/v1/workers", content=body.model_dump_json())
+                answer = await http.post(f"{url}/internal/v1/workers", json=body.model_dump(mode="json"))
         except httpx.TransportError:
             await asyncio.sleep(0.05)
         else:
