@@ -7,15 +7,10 @@ from dataclasses import dataclass
 
 from pd_serve.errors import PdServeError
 from pd_serve.protocol.openai_response_answers import (
-    FunctionCallItem,
     IncompleteDetails,
     InputTokensDetails,
     OutputItem,
-    OutputMessage,
-    OutputText,
     OutputTokensDetails,
-    ReasoningItem,
-    ReasoningText,
     ReasoningTold,
     ResponseFailure,
     ResponseLogprob,
@@ -26,8 +21,8 @@ from pd_serve.protocol.openai_response_answers import (
 )
 from pd_serve.protocol.openai_response_api import ResponseRequest
 from router.choice import Piece, chat_logprobs
+from router.response_items import id_kind, read_items
 from router.tokenizer import TextCodec
-from router.tools.parts import Content, ParsedPiece, whole_answer
 from router.whole import UsageCounts
 
 
@@ -63,27 +58,14 @@ class ResponseDraft:
         return self._told("incomplete" if has_run_out else "completed").model_copy(update=changes)
 
     def items(self, codec: TextCodec, pieces: list[Piece], has_run_out: bool) -> tuple[OutputItem, ...]:
-        """Of a whole answer: reasoning, then the message, then calls. The last one is what was under way when the tokens ran out."""
-        shown = [piece for piece in pieces if not isinstance(piece, ParsedPiece) or any(isinstance(part, Content) for part in piece.parts)]
-        logprobs = response_logprobs(codec, shown) if self.asked.has_logprobs else ()
-        reasoning, content, calls = "", "".join([piece.text for piece in pieces]), []
-        if any(isinstance(piece, ParsedPiece) for piece in pieces):
-            parsed = whole_answer(pieces)
-            reasoning, content, calls = parsed.reasoning, parsed.content, parsed.calls
-        kinds = ["rs"] * bool(reasoning) + ["msg"] * bool(content or not (reasoning or calls)) + ["fc"] * len(calls)
-        items: list[OutputItem] = []
-        rest = iter(calls)
-        for index, kind in enumerate(kinds):
-            item_id = self.item_id(kind, index)
-            status: Status = "incomplete" if has_run_out and index + 1 == len(kinds) else "completed"
-            if kind == "rs":
-                items.append(ReasoningItem(id=item_id, status=status, content=(ReasoningText(text=reasoning),)))
-            elif kind == "msg":
-                items.append(OutputMessage(id=item_id, status=status, content=(OutputText(text=content, logprobs=logprobs),)))
-            else:
-                call = next(rest)
-                items.append(FunctionCallItem(id=item_id, call_id=call.call_id, name=call.name, arguments=call.arguments, status=status))
-        return tuple(items)
+        """Of a whole answer. The last one is what was under way when the tokens ran out."""
+        made: list[OutputItem] = []
+        items = read_items(pieces)
+        for index, item in enumerate(items):
+            status: Status = "incomplete" if has_run_out and index + 1 == len(items) else "completed"
+            logprobs = response_logprobs(codec, item.pieces) if self.asked.has_logprobs else ()
+            made.append(item.made(self.item_id(id_kind(item.kind), index), status, logprobs))
+        return tuple(made)
 
     def _told(self, status: str) -> ResponseObject:
         asked = self.asked

@@ -11,24 +11,23 @@ Source: https://platform.openai.com/docs/api-reference/responses-streaming
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from pd_serve.errors import PdServeError
 from pd_serve.protocol.openai_response_answers import (
-    FunctionCallItem,
     OutputItem,
     OutputMessage,
     OutputText,
     ReasoningItem,
-    ReasoningText,
     ResponseLogprob,
     Status,
 )
 from pd_serve.protocol.openai_responses import ResponseModel
 from router.choice import Piece
 from router.response_draft import ResponseDraft, response_logprobs
+from router.response_items import ItemKind, OpenItem, id_kind
 from router.tokenizer import TextCodec
 from router.tools.parts import CallArguments, CallBegun, Content, ParsedPiece, Part, Reasoning
 from router.whole import UsageCounts
@@ -36,17 +35,15 @@ from router.whole import UsageCounts
 _json = msgspec.json.encode
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Open:
     """The item under way."""
 
-    kind: type[Content] | type[Reasoning] | type[CallBegun]
+    item: OpenItem
     item_id: str
     place: bytes
     """`item_id` and `output_index`, as JSON fields."""
-    call: CallBegun | None = None
-    texts: list[str] = field(default_factory=list)
-    logprobs: list[ResponseLogprob] = field(default_factory=list)
+    logprobs: list[ResponseLogprob]
 
 
 class ResponseEvents:
@@ -67,7 +64,7 @@ class ResponseEvents:
     def piece(self, index: int, piece: Piece) -> bytes:
         logprobs = () if piece.logprobs is None else response_logprobs(self._codec, [piece])
         if isinstance(piece, ParsedPiece):
-            return b"".join([self._part(part, logprobs if isinstance(part, Content) else ()) for part in piece.parts])
+            return self._parsed(piece.parts, logprobs)
         return self._content(piece.text, logprobs) if piece.text or logprobs else b""
 
     def texts(self, index: int, texts: list[str]) -> bytes:
@@ -90,13 +87,22 @@ class ResponseEvents:
 
     # ---- parts
 
+    def _parsed(self, parts: tuple[Part, ...], logprobs: tuple[ResponseLogprob, ...]) -> bytes:
+        """The first content of a token shows its log-probabilities."""
+        events = b""
+        for part in parts:
+            events += self._part(part, logprobs)
+            if isinstance(part, Content):
+                logprobs = ()
+        return events
+
     def _part(self, part: Part, logprobs: tuple[ResponseLogprob, ...]) -> bytes:
         match part:
             case Content(text=text):
                 return self._content(text, logprobs)
             case Reasoning(text=text):
                 begun, item = self._within(Reasoning)
-                item.texts.append(text)
+                item.item.texts.append(text)
                 delta = item.place + b',"content_index":0,"delta":' + _json(text)
                 return begun + self._event(b"response.reasoning_text.delta", delta)
             case CallBegun():
@@ -104,13 +110,13 @@ class ResponseEvents:
             case CallArguments(text=text):
                 call = self._open
                 assert call is not None
-                call.texts.append(text)
+                call.item.texts.append(text)
                 return self._event(b"response.function_call_arguments.delta", call.place + b',"delta":' + _json(text))
 
     def _content(self, text: str, logprobs: tuple[ResponseLogprob, ...]) -> bytes:
         begun, item = self._within(Content)
-        item.texts.append(text)
-        item.logprobs += logprobs
+        item.item.texts.append(text)
+        item.logprobs.extend(logprobs)
         fields = item.place + b',"content_index":0,"delta":%b,"logprobs":%b' % (_json(text), _list(logprobs))
         return begun + self._event(b"response.output_text.delta", fields)
 
@@ -119,18 +125,19 @@ class ResponseEvents:
     def _within(self, kind: type[Content] | type[Reasoning]) -> tuple[bytes, _Open]:
         """The open item, of that kind, and the events that came of opening it."""
         item = self._open
-        if item is not None and item.kind is kind:
+        if item is not None and item.item.kind is kind:
             return b"", item
         events = self._close("completed") + self._began(kind)
         assert self._open is not None
         return events, self._open
 
-    def _began(self, kind: type[Content] | type[Reasoning] | type[CallBegun], call: CallBegun | None = None) -> bytes:
+    def _began(self, kind: ItemKind, call: CallBegun | None = None) -> bytes:
         index = len(self._items)
-        item_id = self._draft.item_id({Content: "msg", Reasoning: "rs", CallBegun: "fc"}[kind], index)
+        item_id = self._draft.item_id(id_kind(kind), index)
         place = b'"item_id":%b,"output_index":%d' % (_json(item_id), index)
-        self._open = item = _Open(kind, item_id, place, call)
-        shown = _made(item, "in_progress", is_empty=True)
+        item = OpenItem(kind, call)
+        self._open = _Open(item, item_id, place, [])
+        shown = item.made(item_id, "in_progress", is_empty=True)
         events = self._event(b"response.output_item.added", b'"output_index":%d,"item":%b' % (index, _dumped(shown)))
         if kind is Content:
             part = b',"content_index":0,"part":' + _dumped(OutputText(text=""))
@@ -142,9 +149,9 @@ class ResponseEvents:
         if item is None:
             return b""
         index = len(self._items)
-        made = _made(item, status)
+        made = item.item.made(item.item_id, status, tuple(item.logprobs))
         self._items.append(made)
-        text = _json("".join(item.texts))
+        text = _json("".join(item.item.texts))
         if isinstance(made, OutputMessage):
             (part,) = made.content
             fields = item.place + b',"content_index":0,"text":%b,"logprobs":%b' % (text, _list(part.logprobs))
@@ -160,16 +167,6 @@ class ResponseEvents:
         number = self._sequence_number
         self._sequence_number = number + 1
         return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (kind, kind, fields, number)
-
-
-def _made(item: _Open, status: Status, is_empty: bool = False) -> OutputItem:
-    text = "".join(item.texts)
-    if item.call is not None:
-        return FunctionCallItem(id=item.item_id, call_id=item.call.call_id, name=item.call.name, arguments=text, status=status)
-    if item.kind is Reasoning:
-        return ReasoningItem(id=item.item_id, status=status, content=() if is_empty else (ReasoningText(text=text),))
-    content = () if is_empty else (OutputText(text=text, logprobs=tuple(item.logprobs)),)
-    return OutputMessage(id=item.item_id, status=status, content=content)
 
 
 def _list(logprobs: tuple[ResponseLogprob, ...]) -> bytes:
