@@ -27,6 +27,7 @@ MAX_LOGPROBS_COMPLETION = 5
 MAX_STOP_TOKEN_IDS = 64
 MAX_LOGIT_BIAS = 16384
 MAX_PROMPTS = 256
+MAX_TEMPLATE_KWARGS = 32
 MAX_PARTS = 4096
 """Of the content of one message."""
 
@@ -101,8 +102,10 @@ class SampledRequest(RequestModel):
     frequency_penalty: float = Field(0.0, ge=-2.0, le=2.0, allow_inf_nan=False)
     repetition_penalty: float = Field(1.0, gt=0.0, le=100.0, allow_inf_nan=False)
     logit_bias: dict[TokenId, Annotated[float, Field(ge=-100.0, le=100.0, allow_inf_nan=False)]] = Field({}, max_length=MAX_LOGIT_BIAS)
-    stop: tuple[Annotated[str, Field(max_length=MAX_STOP_STRING_LENGTH)], ...] = Field((), max_length=MAX_STOP_STRINGS)
-    stop_token_ids: tuple[TokenId, ...] = Field((), max_length=MAX_STOP_TOKEN_IDS)
+    stop: Annotated[tuple[Annotated[str, Field(max_length=MAX_STOP_STRING_LENGTH)], ...], Field(fail_fast=True)] = Field(
+        (), max_length=MAX_STOP_STRINGS
+    )
+    stop_token_ids: Annotated[tuple[TokenId, ...], Field(fail_fast=True)] = Field((), max_length=MAX_STOP_TOKEN_IDS)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, lt=2**31)
 
@@ -195,7 +198,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = Field(None, ge=1, lt=2**31)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS_CHAT)
-    chat_template_kwargs: dict[str, bool | int | float | str] = Field({}, max_length=32)
+    chat_template_kwargs: dict[str, bool | int | float | str] = Field({}, max_length=MAX_TEMPLATE_KWARGS)
     tools: Tools = Field((), max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool = True

@@ -24,6 +24,7 @@ from pd_serve.protocol.openai import (
 )
 from pd_serve.protocol.openai_tools import MAX_TOOLS
 
+MAX_METADATA = 16
 LOGPROBS = "message.output_text.logprobs"
 _NAMES: Mapping[str, str] = {
     "messages": "input",
@@ -192,13 +193,15 @@ class ResponseRequest(SampledRequest):
     max_output_tokens: int | None = Field(None, ge=1, lt=2**31)
     text: TextConfig = TextConfig()
     reasoning: ReasoningConfig = ReasoningConfig()
-    include: tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...] = Field((), max_length=8)
+    include: Annotated[tuple[Literal["message.output_text.logprobs", "reasoning.encrypted_content"], ...], Field(fail_fast=True)] = Field(
+        (), max_length=8
+    )
     top_logprobs: int = Field(0, ge=0, le=MAX_LOGPROBS_CHAT)
     stream_options: ResponseStreamOptions | None = None
     tools: Annotated[tuple[ResponseTool, ...], Field(fail_fast=True)] = Field((), max_length=MAX_TOOLS)
     tool_choice: Literal["auto", "none", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
-    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field({}, max_length=16)
+    metadata: dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]] = Field({}, max_length=MAX_METADATA)
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None

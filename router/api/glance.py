@@ -10,7 +10,8 @@ import msgspec
 
 from pd_serve.config import RouterConfig
 from pd_serve.errors import InvalidRequestError
-from pd_serve.protocol.openai import MAX_PROMPTS
+from pd_serve.protocol.openai import MAX_PROMPTS, MAX_TEMPLATE_KWARGS
+from pd_serve.protocol.openai_response_api import MAX_METADATA
 from router.admission import Limits
 
 LONG_BODY = 65_536
@@ -19,30 +20,14 @@ MAX_TOOLS_NBYTES = 2**20
 """Of `tools`, as they came; schemas take longer to parse than text."""
 MAX_MEMBERS = 16_384
 """Parts of contents and calls, of all messages together."""
+MAX_FIELDS = 128
+"""Of one object; no endpoint knows so many."""
 _NUMBER = frozenset(b"-0123456789")
 
 
-class _Parts(msgspec.Struct):
-    """Unparsed; empty where absent."""
-
-    prompt: msgspec.Raw = msgspec.Raw(b"")
-    messages: msgspec.Raw = msgspec.Raw(b"")
-    input: msgspec.Raw = msgspec.Raw(b"")
-    logit_bias: msgspec.Raw = msgspec.Raw(b"")
-    tools: msgspec.Raw = msgspec.Raw(b"")
-
-
-class _Message(msgspec.Struct):
-    """Of a chat, or an item of a response's input: what of it may be a list."""
-
-    content: msgspec.Raw = msgspec.Raw(b"")
-    tool_calls: msgspec.Raw = msgspec.Raw(b"")
-    output: msgspec.Raw = msgspec.Raw(b"")
-
-
-_parts = msgspec.json.Decoder(_Parts)
+_object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _list = msgspec.json.Decoder(list[msgspec.Raw])
-_message = msgspec.json.Decoder(_Message)
+_MOST_MEMBERS = {"chat_template_kwargs": MAX_TEMPLATE_KWARGS, "metadata": MAX_METADATA}
 
 
 def check_sizes(body: bytes, limits: Limits, router: RouterConfig) -> None:
@@ -50,15 +35,20 @@ def check_sizes(body: bytes, limits: Limits, router: RouterConfig) -> None:
     if len(body) < LONG_BODY:
         return
     try:
-        parts = _parts.decode(body)
-        num_prompts, num_ids = _count_prompts(bytes(parts.prompt))
-        for param, given in (("messages", parts.messages), ("input", parts.input)):
-            _check_messages(bytes(given), param, router.max_messages)
+        given = {name: bytes(value) for name, value in _object.decode(body).items()}
+        if len(given) > MAX_FIELDS:
+            raise InvalidRequestError(f"the body may have at most {MAX_FIELDS} parameters")
+        num_prompts, num_ids = _count_prompts(given.get("prompt", b""))
+        for param in ("messages", "input"):
+            _check_messages(given.get(param, b""), param, router.max_messages)
+        for param, most in _MOST_MEMBERS.items():
+            if given.get(param, b"").startswith(b"{") and len(_object.decode(given[param])) > most:
+                raise InvalidRequestError(f"'{param}' may have at most {most} members", param)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return
-    if len(bytes(parts.tools)) > MAX_TOOLS_NBYTES:
+    if len(given.get("tools", b"")) > MAX_TOOLS_NBYTES:
         raise InvalidRequestError(f"'tools' may have at most {MAX_TOOLS_NBYTES} bytes", "tools")
-    if bytes(parts.logit_bias).count(b",") >= max(1, router.max_logit_bias):
+    if given.get("logit_bias", b"").count(b",") >= max(1, router.max_logit_bias):
         raise InvalidRequestError(f"'logit_bias' may name at most {router.max_logit_bias} tokens", "logit_bias")
     if num_prompts > MAX_PROMPTS:
         raise InvalidRequestError(f"'prompt' must hold 1 to {MAX_PROMPTS} prompts", "prompt")
@@ -79,26 +69,34 @@ def _count_prompts(prompt: bytes) -> tuple[int, int]:
 
 
 def _check_messages(messages: bytes, param: str, most: int) -> None:
-    """Raises InvalidRequestError. Each item, part and call is an object, but braces may stand in texts as well: then they are counted."""
-    num_braces = messages.count(b"{")
-    if messages[:1] != b"[" or num_braces <= min(most, MAX_MEMBERS):
+    """Of items as well. Up to the first that is none, where the parser stops. Raises InvalidRequestError."""
+    if messages[:1] != b"[" or b"{" not in messages:
         return
     entries = _list.decode(messages)
     if len(entries) > most:
         raise InvalidRequestError(f"'{param}' may hold at most {most} {'messages' if param == 'messages' else 'items'}", param)
-    if num_braces > MAX_MEMBERS and _count_members(entries) > MAX_MEMBERS:
-        raise InvalidRequestError(f"'{param}' may hold at most {MAX_MEMBERS} parts and calls", param)
-
-
-def _count_members(entries: list[msgspec.Raw]) -> int:
-    """Up to the first message that is none, where the parser stops."""
-    num = 0
+    num_members = 0
     for entry in entries:
-        try:
-            message = _message.decode(entry)
-            num += sum(
-                [len(_list.decode(part)) for part in (message.content, message.tool_calls, message.output) if bytes(part)[:1] == b"["]
-            )
-        except msgspec.MsgspecError:
-            break
-    return num
+        if bytes(entry)[:1] != b"{":
+            return
+        fields = _fields(entry, param)
+        for name in ("content", "tool_calls", "output"):
+            part = fields.get(name)
+            if part is None or bytes(part)[:1] != b"[":
+                continue
+            members = _list.decode(part)
+            num_members += len(members)
+            if num_members > MAX_MEMBERS:
+                raise InvalidRequestError(f"'{param}' may hold at most {MAX_MEMBERS} parts and calls", param)
+            for member in members:
+                if bytes(member)[:1] != b"{":
+                    break
+                _fields(member, param)
+
+
+def _fields(value: msgspec.Raw, param: str) -> dict[str, msgspec.Raw]:
+    """Raises InvalidRequestError: the parser would name each that does not belong there."""
+    fields = _object.decode(value)
+    if len(fields) > MAX_FIELDS:
+        raise InvalidRequestError(f"'{param}' holds an object with more than {MAX_FIELDS} fields", param)
+    return fields

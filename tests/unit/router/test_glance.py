@@ -116,6 +116,8 @@ TOO_MANY: dict[str, tuple[str, list[object]]] = {
     "parts": ("messages", [{"role": "user", "content": [PART] * 4_000}] * 5),
     "parts before nonsense": ("messages", [*[{"role": "user", "content": [PART] * 4_000}] * 5, 5]),
     "calls": ("messages", [{"role": "assistant", "tool_calls": [CALL] * 6_000}] * 3),
+    "many fields": ("messages", [{"role": "user", "content": "x", **{f"f{number}": 1 for number in range(7_000)}}]),
+    "many fields of parts": ("input", [{"role": "user", "content": [PART | {f"f{number}": 1 for number in range(7_000)}]}]),
     "tools": ("tools", [{"type": "function", "function": {"name": "f", "description": "x" * MAX_TOOLS_NBYTES}}]),
 }
 
@@ -123,9 +125,19 @@ TOO_MANY: dict[str, tuple[str, list[object]]] = {
 @pytest.mark.parametrize(("param", "given"), TOO_MANY.values(), ids=TOO_MANY.keys())
 @pytest.mark.parametrize("others", [{}, {"messages": []}], ids=["alone", "beside"])
 def test_items_parts_calls_and_tools_are_counted_before_they_are_parsed(param: str, given: list[object], others: dict[str, object]) -> None:
-    with pytest.raises(InvalidRequestError, match="at most") as refused:
+    with pytest.raises(InvalidRequestError, match=r"at most|more than") as refused:
         check_sizes(body(**{**others, param: given}), LIMITS, RouterConfig())
     assert refused.value.param == param
+
+
+def test_members_of_objects_are_counted() -> None:
+    many: dict[str, object] = {f"f{number}": 1 for number in range(7_000)}
+    for param in ("chat_template_kwargs", "metadata"):
+        with pytest.raises(InvalidRequestError, match="at most") as refused:
+            check_sizes(body(**{param: many}), LIMITS, RouterConfig())
+        assert refused.value.param == param
+    with pytest.raises(InvalidRequestError, match="parameters"):
+        check_sizes(body(**many), LIMITS, RouterConfig())
 
 
 def test_what_is_counted_is_bounded_in_each_message_as_well() -> None:
@@ -148,10 +160,13 @@ def test_what_is_counted_is_bounded_in_each_message_as_well() -> None:
         {"input": [{"type": "message", "role": "user", "content": [5] * 1000}]},
         {"input": [{"type": "function_call_output", "call_id": "c", "output": [5] * 1000}]},
         {"input": "x", "tools": [5] * 100},
+        {"input": "x", "include": [5] * 100},
+        {"messages": [MESSAGE], "stop": [5] * 100},
+        {"messages": [MESSAGE], "stop_token_ids": ["x"] * 100},
         {"messages": [{"role": "user", "content": [5] * 1000}]},
         {"messages": [{"role": "assistant", "tool_calls": [5] * 1000}]},
     ],
-    ids=range(6),
+    ids=range(9),
 )
 def test_of_a_list_only_the_first_wrong_part_is_looked_at(fields: dict[str, object]) -> None:
     with pytest.raises(ValidationError) as found:
