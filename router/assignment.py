@@ -16,8 +16,8 @@ from pd_serve.ids import PeerId
 from router.generation import Generation
 from router.lifecycle import Assigned
 from router.load import LoadBook
-from router.policy.base import Leg, Route, WorkerView
-from router.policy.candidates import waits_for_compute_only
+from router.policy.base import Demand, Leg, Route, WorkerView
+from router.policy.candidates import could_hold, waits_for_compute_only
 from router.policy.chooser import RouteChooser
 from router.pool import WorkerPool
 from router.queue import ChoiceQueue
@@ -42,6 +42,9 @@ class Assigner:
         """The choice that can go, and where; it stays in the queue. None: all must wait. `settle` is asked about one that finds no place:
         True: it has changed, or left.
         """
+        if queue.num_passed_over:
+            present = self.views()
+            queue.take_back(lambda generation: any(could_hold(generation.demand, view) for view in present))
         while (generation := queue.head()) is not None:
             demand = generation.demand
             views = self._pool.breakers.usable(demand, self.views(), self._now())
@@ -49,6 +52,9 @@ class Assigner:
             if route is not None:
                 return generation, route
             if settle(generation, views):
+                continue
+            if generation.is_returned and _is_too_long(demand, views):
+                queue.pass_over(generation)
                 continue
             short = queue.short_head()
             if short is None or not waits_for_compute_only(demand, views, self._chooser.settings):
@@ -96,10 +102,12 @@ class Assigner:
         self._speeds.ended(peer, generation.key, num_computed_tokens, now)
 
     def spoke(self, generation: Generation, num_cached_tokens: int, now: float) -> None:
-        """Its first token: the prompt is computed, and the decode worker has it."""
+        """The first token of an attempt: the prompt, with what was generated before, is computed, and the decode worker has it."""
+        generation.has_spoken = True
+        num_computed_tokens = max(1, generation.num_tokens - 1 - max(0, num_cached_tokens))
         for peer in generation.charged:
             self.book.prefilled(generation.key, peer)
-            self._speeds.ended(peer, generation.key, max(1, generation.num_prompt_tokens - max(0, num_cached_tokens)), now)
+            self._speeds.ended(peer, generation.key, num_computed_tokens, now)
         self._pool.breakers.spoke(generation, now)
         if generation.prefilled_at:
             self._speeds.handed_over(now - generation.prefilled_at)
@@ -111,6 +119,7 @@ class Assigner:
             self._speeds.left(peer, generation.key, now)
         self._pool.breakers.ended(generation, now)
         generation.charged = ()
+        generation.has_spoken = False
         generation.prefilled_at = 0.0
 
     def forget(self, peer: PeerId) -> None:
@@ -130,6 +139,11 @@ class Assigner:
         backlog = num_queued_tokens + sum(view.prefill_backlog_tokens for view in computing)
         rates = [view.prefill_tokens_per_s for view in computing]
         return backlog / sum(rates) + num_tokens / max(rates)
+
+
+def _is_too_long(demand: Demand, views: tuple[WorkerView, ...]) -> bool:
+    """For all that are here, however long it waits for them."""
+    return any(view.can_decode for view in views) and not any(could_hold(demand, view) for view in views)
 
 
 def as_worst_known(views: list[WorkerView]) -> list[WorkerView]:

@@ -24,6 +24,7 @@ from pd_serve.protocol.link import Role
 from router.generation import Generation
 from router.moves import MoveReason
 from router.policy.base import Demand, Leg, WorkerView
+from router.policy.candidates import could_hold
 
 logger = logging.getLogger(__name__)
 
@@ -128,13 +129,7 @@ class Breakers:
         if not self._breakers:
             return workers
         healthy = tuple(worker for worker in workers if self._takes(worker, now))
-        can_serve = any(
-            worker.can_decode
-            and demand.num_tokens + demand.max_new_tokens <= worker.max_model_len
-            and demand.num_tokens < worker.num_pool_tokens
-            for worker in healthy
-        )
-        return healthy if can_serve else workers
+        return healthy if any(could_hold(demand, worker) for worker in healthy) else workers
 
     def sent(self, generation: Generation, now: float) -> None:
         """An attempt begins."""
@@ -149,13 +144,13 @@ class Breakers:
             self._tell(key, breaker, now)
 
     def ended(self, generation: Generation, now: float) -> None:
-        """The attempt is over, in whatever way. Idempotent, once the generation is charged to nobody."""
+        """The attempt is over, in whatever way: one that ended well was a success when it spoke. Idempotent, once the generation is charged
+        to nobody.
+        """
         if not generation.charged:
             return
         fault = generation.lifecycle.fault
-        if generation.finish is not None:
-            self.spoke(generation, now)
-        elif fault is not None and fault[0] in COUNTED and fault[1] in self._linked and self._settings.enabled:
+        if fault is not None and fault[0] in COUNTED and fault[1] in self._linked and self._settings.enabled:
             reason, blamed = fault
             key = (blamed, Leg.DECODE if blamed == generation.charged[-1] else Leg.PREFILL)
             breaker = self._breakers.setdefault(key, Breaker(self._settings))

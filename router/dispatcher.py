@@ -253,17 +253,24 @@ class Dispatcher:
     def _emit(self, generation: Generation, token: TokenOutput, now: float) -> None:
         last = generation.last_token_at
         generation.last_token_at = now
-        if last:
+        if generation.has_spoken:
             self._token_gap.observe(now - last)
         else:
-            self._first_token.observe(now - generation.submitted_at)
-            self.timeline.first_token(generation.key, now)
-            self._assigner.spoke(generation, token.num_cached_tokens, now)
-            self.overload.began(generation, now)
-            self._start_followers(generation)
+            self._first_of_attempt(generation, token, now, last)
         generation.tokens.append(token)
         if generation.wakes_on_token and not generation.is_woken:
             self._readers.wake(generation)
+
+    def _first_of_attempt(self, generation: Generation, token: TokenOutput, now: float, last: float) -> None:
+        """Its worker has done what was asked of it; `last`: the token before came from another, 0 for none."""
+        self._assigner.spoke(generation, token.num_cached_tokens, now)
+        if last:
+            self._token_gap.observe(now - last)
+            return
+        self._first_token.observe(now - generation.submitted_at)
+        self.timeline.first_token(generation.key, now)
+        self.overload.began(generation, now)
+        self._start_followers(generation)
 
     def _start_followers(self, generation: Generation) -> None:
         """The first token: the decode worker has the prompt."""
@@ -286,9 +293,8 @@ class Dispatcher:
         if reason is not MoveReason.FIRST:
             self._leave_workers(generation)
             self.timeline.left(generation.key, reason.value, generation.lifecycle.num_output_tokens, self._now())
-        if reason is MoveReason.PREEMPTED:
-            for peer in avoid:
-                self._book.refused(peer)
+        if reason is MoveReason.PREEMPTED and generation.lifecycle.fault is not None:
+            self._book.refused(generation.lifecycle.fault[1])
         if reason not in (MoveReason.FIRST, MoveReason.NO_CAPACITY):
             self._metrics.count("pd_serve_moves_total", reason.value)
             generation.beside = None

@@ -48,6 +48,8 @@ class Generation:
     is_returned: bool = False
     """It was queued again after it had begun."""
     is_queued: bool = False
+    has_spoken: bool = False
+    """The present attempt has brought a token."""
     is_woken: bool = False
     """Its reader is about to be told."""
     attempt_id: AttemptId | None = None

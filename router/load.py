@@ -135,13 +135,17 @@ class LoadBook:
 
     def told(self, key: int, peer: PeerId, now: float) -> None:
         """The worker has been told (decode: it has answered Reserved; prefill: Prefill was sent)."""
-        worker = self._worker(peer)
-        worker.prefill.told(key, now)
-        worker.decode.told(key, now)
+        worker = self._workers.get(peer)
+        if worker is not None:
+            worker.prefill.told(key, now)
+            worker.decode.told(key, now)
 
     def prefilled(self, key: int, peer: PeerId) -> None:
-        """The prompt is computed. Idempotent."""
-        self._changed(peer).prefill.pop(key)
+        """The prompt is computed. Idempotent, also of a worker that is gone."""
+        worker = self._workers.get(peer)
+        if worker is not None:
+            worker.view = None
+            worker.prefill.pop(key)
 
     def release(self, key: int, peers: tuple[PeerId, ...]) -> None:
         """The request left these workers. Idempotent."""
@@ -153,8 +157,11 @@ class LoadBook:
                 worker.decode.pop(key)
 
     def refused(self, peer: PeerId) -> None:
-        """No room there until its next report."""
-        self._changed(peer).has_refused = True
+        """No room there until its next report. Nothing, of a worker that is gone."""
+        worker = self._workers.get(peer)
+        if worker is not None:
+            worker.view = None
+            worker.has_refused = True
 
     def reported(self, peer: PeerId, now: float, is_queue_empty: bool = False) -> None:
         """`is_queue_empty`: it has nothing left to compute of what it had been told in time."""

@@ -1,7 +1,8 @@
 """Choices that wait for a worker: by priority class, in a class fairly between tenants (fair.py), of a tenant in order of arrival; short
 prompts may pass others that wait for compute alone. Used by the dispatcher only.
 
-    returned   what was moved away from a worker: its client has waited already, so it comes before all classes
+    returned   what was moved away from a worker: its client has waited already, so it comes before all classes; but one that is too long
+               for all workers that are here is passed over until there is another
     class 0    most urgent: always before class 1, and so on,
     class n    but when its oldest choice has waited for `ageing_s`, every AGED_TURN-th start is of a class that has aged
 
@@ -49,6 +50,7 @@ class ChoiceQueue:
         self._returned: list[tuple[int, Generation]] = []
         self._num_returned = 0
         self._num_returned_tokens = 0
+        self._passed_over: list[Generation] = []
         self._short_tokens = short_tokens
         self._ageing_s = rules.ageing_s
         self._now = now
@@ -61,15 +63,19 @@ class ChoiceQueue:
     def __len__(self) -> int:
         return self._num_queued
 
+    @property
+    def num_passed_over(self) -> int:
+        return len(self._passed_over)
+
     def push(self, generation: Generation) -> None:
         """Back in its old place, if it was here before; before all others, if it had begun. Precondition: it is not in."""
         assert not generation.is_queued
         of_class = self._class_of(generation)
         if generation.paid:
-            of_class.charge(generation, 0.0)
+            of_class.charge(generation, float(generation.num_tokens) if generation.lifecycle.num_output_tokens else 0.0)
         generation.is_queued = True
         generation.cost = generation.num_tokens + self._expected_tokens(generation)
-        generation.is_returned = generation.reason not in (MoveReason.FIRST, MoveReason.NO_CAPACITY)
+        generation.is_returned = generation.is_returned or generation.reason not in (MoveReason.FIRST, MoveReason.NO_CAPACITY)
         if generation.is_returned:
             self._num_returned += 1
             self._num_returned_tokens += generation.num_tokens
@@ -102,6 +108,20 @@ class ChoiceQueue:
             self._class_of(generation).left(generation)
         self._count(generation, -1)
 
+    def pass_over(self, generation: Generation) -> None:
+        """Others go before it until take_back(). Precondition: it is in."""
+        self.leave(generation)
+        self._passed_over.append(generation)
+
+    def take_back(self, fits: Callable[[Generation], bool]) -> None:
+        """Those that were passed over and that now have a place to wait for."""
+        passed_over, self._passed_over = self._passed_over, []
+        for generation in passed_over:
+            if fits(generation):
+                self.push(generation)
+            else:
+                self._passed_over.append(generation)
+
     def started(self, generation: Generation) -> None:
         """It has left because it was assigned."""
         of_class = self._class_of(generation)
@@ -117,6 +137,8 @@ class ChoiceQueue:
 
     def finished(self, generation: Generation) -> None:
         """It has ended, well or not: its tenant is charged what it took. Idempotent for what never started."""
+        if self._passed_over and generation in self._passed_over:
+            self._passed_over.remove(generation)
         if generation.paid:
             self._class_of(generation).charge(generation, float(generation.num_tokens))
 

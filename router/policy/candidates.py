@@ -72,6 +72,11 @@ def are_joined(prefill: WorkerView, decode: WorkerView) -> bool:
     return decode.peer in prefill.joined and prefill.peer in decode.joined
 
 
+def could_hold(demand: Demand, worker: WorkerView) -> bool:
+    """It could be generated there, were the worker idle."""
+    return worker.can_decode and _can_compute(demand, worker)
+
+
 def _can_hold(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> bool:
     return (
         worker.role is not Role.PREFILL
@@ -82,5 +87,5 @@ def _can_hold(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> 
 
 
 def _can_compute(demand: Demand, worker: WorkerView) -> bool:
-    """A prefill worker refuses what it could not finish by itself."""
+    """Were the worker idle. A prefill worker refuses what it could not finish by itself."""
     return demand.num_tokens + demand.max_new_tokens <= worker.max_model_len and demand.num_tokens < worker.num_pool_tokens

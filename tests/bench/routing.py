@@ -57,7 +57,7 @@ def decision_s(policy: str, num_workers: int, session: str = "", **routing: obje
     for number in range(NUM_DECISIONS):
         cached = {peer: 64 * (index % 7) for index, peer in enumerate(peers)}
         request = Request(number, Prompt("s", 100 + number % 900, 0, 10), 0.0, cached, session)
-        queue = SimpleNamespace(head=lambda request=request: request, short_head=lambda: None)
+        queue = SimpleNamespace(head=lambda request=request: request, short_head=lambda: None, num_passed_over=0)
         began = time.thread_time()
         found = assigner.next(queue, lambda generation, views: False)  # type: ignore[arg-type]
         assert found is not None

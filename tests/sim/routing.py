@@ -89,11 +89,14 @@ class Request:
     named_session: str = ""
     charged: tuple[PeerId, ...] = ()
     prefilled_at: float = 0.0
+    has_spoken: bool = False
+    is_returned: bool = False
     ends_at: float = 0.0
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return self.prompt.num_tokens
+    def num_tokens(self) -> int:
+        """Prompt and first token."""
+        return self.prompt.num_tokens + 1
 
     @property
     def demand(self) -> Demand:
@@ -165,7 +168,7 @@ class RoutingSim:
         )
         chooser = new_chooser(config, lambda: self._speeds.handover_s)
         self._assigner = Assigner(pool, chooser, self._speeds, lambda: self.now)  # type: ignore[arg-type]
-        self._queue = SimpleNamespace(head=lambda: self._waiting[0] if self._waiting else None, short_head=lambda: None)
+        self._queue = SimpleNamespace(head=lambda: self._waiting[0] if self._waiting else None, short_head=lambda: None, num_passed_over=0)
 
     def submit(self, at: float, prompt: Prompt, session: str = "") -> None:
         self._num_open += 1

@@ -162,6 +162,29 @@ def test_the_probe_is_a_real_request_and_its_first_token_closes_it() -> None:
     assert breakers.states(D0, 5.5) == ((Leg.DECODE, BreakerState.CLOSED, 0),)
 
 
+def test_a_worker_that_fails_half_of_its_requests_is_left_alone_because_a_success_counts_once() -> None:
+    breakers, _ = new_breakers()
+    for key in range(4):
+        if key in (1, 2):
+            answered = generation(key, P0, D0)
+            breakers.spoke(answered, 0.0)
+            answered.finish = FinishReason.STOP
+            breakers.ended(answered, 0.0)
+        else:
+            breakers.ended(generation(key, P0, D0, fault=(MoveReason.ENGINE, D0)), 0.0)
+    assert breakers.states(D0, 0.0)[0][1] is BreakerState.OPEN
+
+
+def test_an_old_stream_that_ends_says_nothing_of_its_prefill_leg() -> None:
+    breakers, _ = new_breakers()
+    stream = generation(9, P0, D0)
+    breakers.spoke(stream, 0.0)
+    fail(breakers, P0, count=2)
+    stream.finish = FinishReason.STOP
+    breakers.ended(stream, 1.0)
+    assert breakers.states(P0, 1.0) == ((Leg.PREFILL, BreakerState.CLOSED, 2),)
+
+
 def test_a_moved_request_that_ends_well_is_a_success_and_a_cancelled_one_nothing() -> None:
     breakers, _ = new_breakers()
     fail(breakers, D0)
@@ -171,6 +194,7 @@ def test_a_moved_request_that_ends_well_is_a_success_and_a_cancelled_one_nothing
     assert breakers.states(D0, 5.0)[0][1] is BreakerState.HALF_OPEN
     finished = generation(8, D0)
     breakers.sent(finished, 5.0)
+    breakers.spoke(finished, 5.5)
     finished.finish = FinishReason.STOP
     breakers.ended(finished, 6.0)
     assert breakers.states(D0, 6.0)[0][1] is BreakerState.CLOSED

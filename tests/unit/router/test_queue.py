@@ -157,6 +157,38 @@ def test_a_tenant_is_charged_what_it_took_and_not_what_was_expected() -> None:
     assert began.count("brief") > 5 * began.count("usual")
 
 
+def test_a_moved_one_that_ends_while_it_waits_has_cost_what_it_took() -> None:
+    queue = ChoiceQueue(OwnOccupancy(), expected_tokens=lambda generation: 100.0)
+    tenant = Ticket(Tenant("one"))
+    queue.push(moved := choice(1, num_prompt=10, ticket=tenant))
+    start(queue)
+    assert moved.paid == 110.0
+    moved.lifecycle._token_ids += [5] * 30
+    moved.reason = MoveReason.PEER_LOST
+    queue.push(moved)
+    queue.leave(moved)
+    queue.finished(moved)
+    assert moved.paid == 40.0
+    queue.push(never := choice(2, num_prompt=10, ticket=tenant))
+    start(queue)
+    never.reason = MoveReason.NO_CAPACITY
+    queue.push(never)
+    queue.leave(never)
+    queue.finished(never)
+    assert never.paid == 0.0, "nothing was generated"
+
+
+def test_one_that_had_begun_keeps_its_place_when_it_is_refused_for_room() -> None:
+    queue = ChoiceQueue(OwnOccupancy())
+    queue.push(moved := choice(2))
+    start(queue)
+    queue.push(choice(1))
+    for reason in (MoveReason.PEER_LOST, MoveReason.NO_CAPACITY):
+        moved.reason = reason
+        queue.push(moved)
+        assert start(queue) is moved
+
+
 def test_ahead_of_a_request_is_what_starts_before_it() -> None:
     """Against the queue itself: among three tenants with different loads, a newcomer of each."""
     rng = random.Random(5)
