@@ -8,15 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-SAME_EVERYWHERE = frozenset(
-    {
-        "pd_serve_linked_workers",
-        "pd_serve_open_requests",
-        "pd_serve_queued_requests",
-        "pd_serve_prefix_known_blocks",
-        "pd_serve_breaker_state",
-    }
-)
+SAME_EVERYWHERE = frozenset({"pd_serve_linked_workers", "pd_serve_open_requests", "pd_serve_queued_requests"})
 
 
 def summed(expositions: Iterable[str]) -> str:

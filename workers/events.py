@@ -18,7 +18,6 @@ What the executor of the actions must keep:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -116,8 +115,6 @@ class DrainRequested:
 @dataclass(frozen=True, slots=True)
 class RoleSet:
     role: Role
-    deadline_s: float = inf
-    """Seconds from now after which what runs in the old role is failed, to be moved."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,9 +74,7 @@ class FrontControl(Protocol):
 
     def drain(self, deadline_s: float) -> None: ...
 
-    def set_role(self, role: Role, deadline_s: float) -> None:
-        """At once; what runs in the old role has until the deadline."""
-        ...
+    def set_role(self, role: Role) -> None: ...
 
     async def traces(self, limit: int) -> Traces:
         """Raises UnavailableError when the rank does not answer."""
@@ -131,7 +129,7 @@ def build_app(front: FrontControl, cluster_secret: str) -> FastAPI:
     async def role(body: RoleRequest) -> WorkerStatus:
         if view.welcome is None:
             raise UnavailableError("the model is loading")
-        front.set_role(body.role, body.deadline_s)
+        front.set_role(body.role)
         return view.status()
 
     @app.get(WORKER_TRACES_PATH, responses=_REFUSALS)

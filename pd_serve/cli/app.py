@@ -29,7 +29,6 @@ from pd_serve.cli.options import (
     SetOption,
     sources,
 )
-from pd_serve.cli.workers import workers
 from pd_serve.config_sources import RoleTable, Sources
 from pd_serve.errors import PdServeError
 
@@ -51,7 +50,6 @@ app = typer.Typer(
 
 
 app.add_typer(bench)
-app.add_typer(workers)
 
 
 def run(arguments: Sequence[str] | None = None) -> int:

@@ -30,7 +30,6 @@ class StepCompletions:
         for command in commands:
             assert isinstance(command.notice, Completed)
             token = sampled[command.notice.attempt_id]
-            first = {"first_token": token.token_id, "logprobs": token.logprobs, "is_cut": token.is_cut}
-            notice = msgspec.structs.replace(command.notice, **first)
+            notice = msgspec.structs.replace(command.notice, first_token=token.token_id, logprobs=token.logprobs)
             taken.append(replace(command, notice=notice, compute_ended_at=result.ended_at))
         return taken
