@@ -1,6 +1,6 @@
 """`pd-serve bench engine`: steps of the engine alone, without server, scheduler or transport, against what the memory allows.
 
-Arms are ways to compute (engine.cpu_ops off and on); they take turns within each round, and so does reads of a buffer as large as the
+Arms are ways to compute (engine.cpu_ops off and on); they take turns within each round, and so do reads of a buffer as large as the
 weights and on pages like theirs, whose fastest pass is the limit: a decode step reads every weight and the KV of its sequences once.
 
     decode_s[BATCHxCONTEXT]         one step of BATCH sequences that see CONTEXT tokens: median; .min: fastest

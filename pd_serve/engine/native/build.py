@@ -17,6 +17,7 @@ from pathlib import Path
 from pd_serve.errors import ConfigError
 from pd_serve.model_store.cache import cache_root, prepare_once
 from pd_serve.model_store.progress import Progress
+from pd_serve.native_build import processor, run_compiler
 
 _NAMES = ("attention.cpp", "decode.cpp", "glue.cpp", "linear.cpp", "read.cpp", "geometry.h", "operators.h", "vectors.h")
 SOURCES = tuple(Path(__file__).with_name(name) for name in _NAMES)
@@ -64,25 +65,11 @@ def _compile(compiler: Compiler, head_dim: int, folder: Path) -> None:
         "-o",
         str(folder / LIBRARY),
     ]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIME_LIMIT_S)
-    except subprocess.TimeoutExpired as error:
-        raise ConfigError(f"{compiler.path} did not end within {_TIME_LIMIT_S:g} s") from error
-    if done.returncode != 0:
-        raise ConfigError(f"{compiler.path} cannot build the operators: {done.stderr.strip()[-1000:]}")
+    run_compiler(command, "the operators", _TIME_LIMIT_S, ConfigError)
 
 
 def _key(compiler: Compiler, head_dim: int) -> str:
     """Of everything that the machine code depends on: a home folder may be shared by unlike machines."""
     sources = (path.read_text(encoding="utf-8") for path in SOURCES)
-    parts = (*sources, *_FLAGS, compiler.path, compiler.version, str(head_dim), platform.machine(), _processor())
+    parts = (*sources, *_FLAGS, compiler.path, compiler.version, str(head_dim), platform.machine(), processor())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
-
-
-def _processor() -> str:
-    """What -march=native looks at: model and flags of the first core."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor()
-    return "\n".join(line for line in lines if line.startswith(("vendor_id", "cpu family", "model", "stepping", "flags", "Features")))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import hashlib
 import platform
 import shutil
-import subprocess
 from functools import partial
 from pathlib import Path
 
 from pd_serve.errors import TransportUnavailableError
 from pd_serve.model_store.cache import cache_root, prepare_once
 from pd_serve.model_store.progress import ignore_progress
+from pd_serve.native_build import processor, run_compiler
 
 SOURCE = Path(__file__).with_name("ranges.c")
 LIBRARY = "ranges.so"
@@ -40,26 +40,12 @@ def build_library(compiler: Path, cache_dir: str = "") -> Path:
 
 def _compile(compiler: Path, folder: Path) -> None:
     command = [str(compiler), *_FLAGS, str(SOURCE), "-o", str(folder / LIBRARY)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TIME_LIMIT_S)
-    except subprocess.TimeoutExpired as error:
-        raise TransportUnavailableError(f"{compiler} did not end within {_TIME_LIMIT_S:g} s") from error
-    if done.returncode != 0:
-        raise TransportUnavailableError(f"{compiler} cannot build {SOURCE.name}: {done.stderr.strip()[-1000:]}")
+    run_compiler(command, SOURCE.name, _TIME_LIMIT_S, TransportUnavailableError)
 
 
 def _key(compiler: Path) -> str:
     """Of everything that the machine code depends on: a home folder may be shared by unlike machines."""
     state = compiler.stat()
-    parts = (SOURCE.read_text(encoding="utf-8"), *_FLAGS, str(compiler), str(state.st_size), str(state.st_mtime_ns), _processor())
+    identity = (str(compiler), str(state.st_size), str(state.st_mtime_ns))
+    parts = (SOURCE.read_text(encoding="utf-8"), *_FLAGS, *identity, platform.machine(), processor())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=8).hexdigest()
-
-
-def _processor() -> str:
-    """What -march=native looks at: model and flags of the first core."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").partition("\n\n")[0].splitlines()
-    except OSError:
-        return platform.processor()
-    named = (line for line in lines if line.startswith(("vendor_id", "cpu family", "model", "stepping", "flags", "Features")))
-    return "\n".join((platform.machine(), *named))

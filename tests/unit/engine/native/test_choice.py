@@ -69,6 +69,6 @@ def test_a_library_is_built_once_and_again_when_the_processor_is_another(monkeyp
     first = build_library(compiler, 64, str(tmp_path), ignore_progress)
     assert build_library(compiler, 64, str(tmp_path), ignore_progress) == first
     assert len(compiled) == 1
-    monkeypatch.setattr(build, "_processor", lambda: "another")
+    monkeypatch.setattr(build, "processor", lambda: "another")
     assert build_library(compiler, 64, str(tmp_path), ignore_progress) != first
     assert len(compiled) == 2
