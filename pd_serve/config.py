@@ -24,6 +24,14 @@ class ModelConfig(Section):
     load_format: Literal["auto", "random"] = Field(
         "auto", description="`random` fills the weights from a seed: config.json alone is enough, for benchmarks"
     )
+    tool_parser: Literal["auto", "none", "hermes", "llama3", "mistral", "deepseek"] = Field(
+        "auto", description="How the model writes calls of tools; auto: told from its chat template; none: `tools` are refused"
+    )
+    reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1"] = Field(
+        "auto",
+        description="How it marks reasoning; auto: told from its chat template; qwen3: `<think>`, by itself or its prompt; "
+        "deepseek_r1: it always reasons, also without opening it; none: reasoning is content",
+    )
 
 
 class KVConfig(Section):
@@ -110,12 +118,28 @@ class RouterConfig(Section):
         1, ge=1, le=64, description="Processes that share the port; the limits of open and queued requests hold for all together"
     )
     workers: tuple[str, ...] = Field((), description="Worker addresses to link to besides those that register")
-    policy: Literal["round_robin", "least_tokens"] = Field("least_tokens", description="How workers are chosen")
+    policy: Literal["least_tokens", "least_ttft", "cache_aware", "power_of_two", "round_robin"] = Field(
+        "least_tokens", description="How workers are chosen (docs/routing.md)"
+    )
+    prefill_policy: Literal["default", "least_tokens", "least_ttft", "cache_aware", "power_of_two", "round_robin"] = Field(
+        "default", description="How workers that compute prompts are chosen; default: as `policy`"
+    )
+    decode_policy: Literal["default", "least_tokens", "least_ttft", "cache_aware", "power_of_two", "round_robin"] = Field(
+        "default", description="How workers that generate are chosen; default: as `policy`"
+    )
     local_prefill_max_tokens: int = Field(
         0, ge=0, description="Prompts with at most this many uncached tokens are prefilled where they decode"
     )
     max_open_requests: int = Field(2048, ge=1, description="Requests in progress above which clients get 429")
-    max_queued_requests: int = Field(1024, ge=0, description="Requests waiting for a worker above which clients get 429")
+    max_queued_requests: int = Field(
+        1024, ge=0, description="Requests of one priority class waiting for a worker above which clients get 429"
+    )
+    slo_ttft_ms: float = Field(
+        0.0, ge=0, description="Requests whose first token is predicted to take more milliseconds get 429 at once; 0: none do"
+    )
+    slo_itl_ms: float = Field(
+        0.0, ge=0, description="Requests that are predicted to find more milliseconds between tokens get 429 at once; 0: none do"
+    )
     queue_timeout_s: float = Field(30.0, gt=0, description="Seconds a request waits for a worker before 503")
     transfer_timeout_s: float = Field(60.0, gt=0, description="Seconds from the grant in which the KV must have arrived")
     handover_timeout_s: float = Field(
@@ -144,23 +168,124 @@ class RouterConfig(Section):
     client_stall_timeout_s: float = Field(
         30.0, gt=0, description="Seconds for which a client may leave its answer unread before it is cut and its request cancelled"
     )
+    cors_origins: tuple[str, ...] = Field(
+        (), description="Origins whose web pages may ask, as in https://chat.example.org; *: any; empty: none"
+    )
     max_stream_backlog_tokens: int = Field(
         8192, ge=1, description="Tokens that may wait for a client that does not read its stream; above: cut and cancelled"
     )
 
 
+class StructuredConfig(Section):
+    max_bytes: int = Field(65536, ge=1, description="Longest schema, expression or grammar of one request, bytes")
+    compile_timeout_s: float = Field(
+        2.0, gt=0, description="Seconds in which the router must have compiled it, waiting included; above: 400"
+    )
+    threads: int = Field(1, ge=1, le=64, description="Threads of a worker that share out the token masks of one step")
+
+
+class OverloadConfig(Section):
+    priority_header: str = Field("x-priority", pattern="^[a-z0-9-]+$", description="Header in which a request may name its priority class")
+    classes: tuple[str, ...] = Field(
+        ("high", "normal", "low"), min_length=1, max_length=8, description="Priority classes, the most urgent first; lower case"
+    )
+    default_class: str = Field("normal", description="Class of a request that names none")
+    max_queued: tuple[int, ...] = Field(
+        (), description="Requests of each class that may wait, in the order of `classes`; empty: `router.max_queued_requests` of each"
+    )
+    ageing_s: float = Field(
+        10.0, gt=0, description="Seconds of waiting after which a class gets every eighth start, however much waits above it"
+    )
+    requests_per_minute: int = Field(0, ge=0, description="Requests of a key that has no limit of its own; 0: any number")
+    tokens_per_minute: int = Field(0, ge=0, description="Tokens, prompts and answers, of a key that has no limit of its own; 0: any number")
+
+
+class TenantConfig(Section):
+    """One of `security.tenants`."""
+
+    name: str = Field(min_length=1, max_length=64, pattern="^[ -~]+$", description="Shown in logs and messages instead of the key")
+    key: str = Field(min_length=1, description="What its clients send")
+    weight: float = Field(1.0, gt=0, description="Share of what all tenants of a class want more of than there is")
+    requests_per_minute: int = Field(0, ge=0, description="0: as `overload.requests_per_minute`")
+    tokens_per_minute: int = Field(0, ge=0, description="0: as `overload.tokens_per_minute`")
+    priority: str = Field("", description="The most urgent class it may use; empty: any")
+
+
+class RoutingConfig(Section):
+    local_max_uncached_tokens: int = Field(
+        0,
+        ge=0,
+        description="Prompts with at most this many uncached tokens are prefilled where they decode when that is predicted to cost less; "
+        "0: `router.local_prefill_max_tokens` alone decides",
+    )
+    local_margin: float = Field(
+        0.2, ge=0, lt=1, description="Share by which the other way must cost less before a decode worker changes between the two"
+    )
+    local_harm_weight: float = Field(
+        1.0, ge=0, description="Seconds of TTFT that one second of a running stream's pause is worth, where a prompt is computed beside it"
+    )
+    balance_tokens: int = Field(
+        4096, ge=0, description="Tokens of load between workers below which they count as balanced, for `cache_aware` and sessions"
+    )
+    balance_ratio: float = Field(1.5, ge=1, description="Ratio of most to least load up to which `cache_aware` takes workers for balanced")
+    session_header: str = Field("x-session-id", description="Header whose value keeps requests on one worker; empty: none is looked at")
+    session_max_ratio: float = Field(2.0, ge=1, description="Load, by the mean, above which a worker's sessions go elsewhere")
+    stale_reports: int = Field(
+        3, ge=1, description="Missed reports (`worker.report_interval_s`) after which a worker counts as loaded as the most loaded one"
+    )
+    seed: int = Field(0, ge=0, description="Of what `power_of_two` draws")
+
+
+class BreakerConfig(Section):
+    enabled: bool = Field(True, description="Use a worker that keeps failing only when there is nothing else")
+    failures_in_a_row: int = Field(5, ge=1, description="Failures in a row of one leg of a worker that open its breaker")
+    failure_share: float = Field(0.5, gt=0, le=1, description="Share of failures within the window that opens it too")
+    window_requests: int = Field(20, ge=1, description="Requests that the window must hold for that")
+    window_s: float = Field(30.0, gt=0, description="Seconds the window looks back")
+    open_s: float = Field(
+        5.0, gt=0, description="Seconds an open breaker waits before one request tries the worker; doubled after each try that fails"
+    )
+
+
+class RolesConfig(Section):
+    auto: bool = Field(False, description="Switch workers between prefill and decode as the load asks; at one router of a cluster only")
+    interval_s: float = Field(1.0, gt=0, description="Seconds between two looks at the load")
+    hold_s: float = Field(5.0, ge=0, description="Seconds for which one phase must have been short, and the other not, before a switch")
+    min_dwell_s: float = Field(30.0, ge=0, description="Seconds after any change of roles or of the fleet before a switch")
+    high_use: float = Field(0.85, gt=0, le=1, description="Use of a phase (steps ahead; KV or sequences) above which it is short")
+    low_use: float = Field(0.5, ge=0, lt=1, description="Use below which it can spare a worker")
+    queue_per_worker: float = Field(2.0, gt=0, description="Waiting requests per prefill worker above which prefill is short")
+    ttft_slo_s: float = Field(0.0, ge=0, description="Time to first token that should be met, rounded up to a bucket; 0: not looked at")
+    itl_slo_s: float = Field(0.0, ge=0, description="The same for the gap between tokens")
+    attainment: float = Field(0.9, gt=0, le=1, description="Share of requests, or of gaps, that should meet it")
+    deadline_s: float = Field(30.0, ge=0, description="Seconds that a switched worker has for what it still does in its old role")
+
+
 class SecurityConfig(Section):
-    api_keys: tuple[str, ...] = Field((), description="Keys clients may use; empty: no key is asked for")
+    api_keys: tuple[str, ...] = Field((), description="Keys clients may use; empty: no key is asked for, unless there are `tenants`")
+    tenants: tuple[TenantConfig, ...] = Field(
+        (), description="Keys with a name, a weight and limits: tables of `name`, `key`, `weight`, ... (overload.md)"
+    )
     cluster_secret: str = Field("", description="Shared by routers and workers; needed beyond loopback addresses")
     tls_cert: str = Field("", description="PEM file with the certificate chain this process shows; empty: plain HTTP")
     tls_key: str = Field("", description="PEM file with the key of `tls_cert`")
     tls_ca: str = Field("", description="PEM file with the authorities trusted for https:// routers and workers; empty: the system's")
+
+    @property
+    def client_keys(self) -> tuple[str, ...]:
+        """All that clients may use."""
+        return (*self.api_keys, *(tenant.key for tenant in self.tenants))
 
 
 class ObserveConfig(Section):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Lowest level logged")
     log_format: Literal["text", "json"] = Field("text", description="Shape of log lines")
     trace_requests: int = Field(16, ge=0, description="Layer-by-layer transfer traces each worker keeps")
+    log_requests: bool = Field(False, description="A line in the router's log for each choice that ended")
+    otlp_endpoint: str = Field(
+        "", description="Address of an OpenTelemetry collector (OTLP over HTTP) that gets a trace of each request; empty: none. Extra: otel"
+    )
+    trace_sample_ratio: float = Field(1.0, ge=0, le=1, description="Share of requests traced, of those whose client does not decide it")
 
 
 class LaunchConfig(Section):
@@ -183,6 +308,11 @@ class Config(Section):
     transport: TransportConfig = TransportConfig()
     worker: WorkerConfig = WorkerConfig()
     router: RouterConfig = RouterConfig()
+    breaker: BreakerConfig = BreakerConfig()
+    roles: RolesConfig = RolesConfig()
+    routing: RoutingConfig = RoutingConfig()
+    overload: OverloadConfig = OverloadConfig()
+    structured: StructuredConfig = StructuredConfig()
     security: SecurityConfig = SecurityConfig()
     observe: ObserveConfig = ObserveConfig()
     launch: LaunchConfig = LaunchConfig()

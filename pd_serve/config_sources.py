@@ -22,7 +22,7 @@ from pd_serve.errors import ConfigError
 
 ENV_PREFIX = "PD_SERVE_"
 FlagValue = str | int | float | bool | tuple[str, ...]
-SECRET_KEYS = frozenset({"security.api_keys", "security.cluster_secret"})
+SECRET_KEYS = frozenset({"security.api_keys", "security.tenants", "security.cluster_secret"})
 
 
 class RoleTable(Enum):
@@ -247,6 +247,8 @@ def _toml(value: object) -> str:
         return "true" if value else "false"
     if isinstance(value, (tuple, list)):
         return "[" + ", ".join(_toml(item) for item in value) + "]"
+    if isinstance(value, BaseModel):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value) + "}"
     if isinstance(value, str):
         escaped = "".join(f"\\u{ord(char):04x}" if ord(char) < 0x20 or ord(char) == 0x7F or char in '"\\' else char for char in value)
         return f'"{escaped}"'

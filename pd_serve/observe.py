@@ -50,6 +50,8 @@ class MetricSpec:
 LATENCY_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 """Seconds, from one decode step to a long prompt in a queue."""
 TRANSFER_BUCKETS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+LENGTH_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072)
+"""Tokens."""
 RATIO_BUCKETS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.99, 1.0)
 
 _R = (Side.ROUTER,)
@@ -62,6 +64,16 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("pd_serve_time_to_first_token_seconds", _H, _R, "From a parsed request to its first token", buckets=LATENCY_BUCKETS),
     MetricSpec("pd_serve_inter_token_latency_seconds", _H, _R, "Between two tokens of one choice", buckets=LATENCY_BUCKETS),
     MetricSpec("pd_serve_request_seconds", _H, _R, "From a parsed request to its last token", buckets=LATENCY_BUCKETS),
+    MetricSpec(
+        "pd_serve_time_per_output_token_seconds",
+        _H,
+        _R,
+        "Mean time between the tokens of one choice, its first left out (TPOT)",
+        buckets=LATENCY_BUCKETS,
+    ),
+    MetricSpec("pd_serve_queue_seconds", _H, _R, "From a parsed request to its first placement on workers", buckets=LATENCY_BUCKETS),
+    MetricSpec("pd_serve_request_prompt_tokens", _H, _R, "Prompt lengths of choices that ended", buckets=LENGTH_BUCKETS),
+    MetricSpec("pd_serve_request_generated_tokens", _H, _R, "Tokens generated for each choice that ended", buckets=LENGTH_BUCKETS),
     MetricSpec("pd_serve_prompt_tokens_total", _C, _R, "Prompt tokens of accepted requests"),
     MetricSpec("pd_serve_generated_tokens_total", _C, _R, "Tokens generated for clients"),
     MetricSpec("pd_serve_moves_total", _C, _R, "Requests opened again on other workers", ("reason",)),
@@ -69,9 +81,27 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("pd_serve_rejections_total", _C, _R, "Requests turned away before any worker heard of them", ("reason",)),
     MetricSpec("pd_serve_open_requests", _G, _R, "Client requests in progress"),
     MetricSpec("pd_serve_queued_requests", _G, _R, "Choices waiting in the router for workers"),
+    MetricSpec("pd_serve_running_requests", _G, _R, "Choices placed on workers"),
     MetricSpec("pd_serve_linked_workers", _G, _R, "Workers with a live link", ("role",)),
     MetricSpec("pd_serve_refused_workers_total", _C, _R, "Workers refused at join as incompatible"),
+    MetricSpec(
+        "pd_serve_breaker_state",
+        _G,
+        _R,
+        "Circuit breaker of a worker's leg that has failed: 0 closed, 1 half-open, 2 open",
+        ("worker", "leg"),
+    ),
+    MetricSpec(
+        "pd_serve_role_switches_total",
+        _C,
+        _R,
+        "Roles changed by this router; reason: admin, or what pressed (queue, ttft, kv, itl)",
+        ("from", "to", "reason"),
+    ),
+    MetricSpec("pd_serve_role_switch_seconds", _H, _R, "From a wanted role to the worker's word that it has it", buckets=LATENCY_BUCKETS),
     MetricSpec("pd_serve_lost_links_total", _C, _R, "Links that ended without the router closing them, or fell silent"),
+    MetricSpec("pd_serve_prefix_known_blocks", _G, _R, "Blocks that workers' prefix caches hold, as far as this router knows"),
+    MetricSpec("pd_serve_cache_event_gaps_total", _C, _R, "Times that events of a prefix cache were missed, and all of it was asked for"),
     # workers
     MetricSpec("pd_serve_kv_transfer_bytes_total", _C, _W, "KV bytes written to peers and flushed", ("lane",)),
     MetricSpec("pd_serve_kv_transfer_seconds", _H, _W, "From a transfer's first write to its flush", buckets=TRANSFER_BUCKETS),
@@ -134,6 +164,10 @@ class Histogram(Collector):
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._buckets, value)] += 1
         self._sum += value
+
+    def counts_up_to(self, value: float) -> tuple[int, int]:
+        """(observed values of at most `value`, rounded up to a bucket's bound; all)."""
+        return sum(self._counts[: bisect_left(self._buckets, value) + 1]), sum(self._counts)
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         bounds = (*map(floatToGoString, self._buckets), "+Inf")
@@ -231,6 +265,17 @@ def setup_logging(level: str, log_format: str, process: str, secrets: Iterable[s
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
+ID_FIELDS = ("request_id", "response_id", "attempt_id", "choice")
+"""What a JSON log line about a request names it by, as far as is known; attempt_id as a string: it exceeds JSON's exact numbers."""
+
+
+def about(request_id: str = "", response_id: str = "", attempt_id: int = 0, choice: int = 0) -> dict[str, str | int]:
+    """For `extra` of a log call: of which request the line tells. What is empty or 0 is not known."""
+    given: dict[str, str | int] = {"request_id": request_id, "response_id": response_id, "choice": choice}
+    given["attempt_id"] = str(attempt_id) if attempt_id else ""
+    return {name: value for name, value in given.items() if value}
+
+
 class _TextFormatter(logging.Formatter):
     def __init__(self, process: str) -> None:
         super().__init__(f"%(asctime)s.%(msecs)03d %(levelname)-7s {process.replace('%', '%%')} %(name)s: %(message)s", "%H:%M:%S")
@@ -243,13 +288,14 @@ class _JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        line = {
+        line: dict[str, object] = {
             "time": f"{stamp}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),
             "process": self._process,
             "logger": record.name,
             "message": record.getMessage(),
         }
+        line |= {name: record.__dict__[name] for name in ID_FIELDS if name in record.__dict__}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)

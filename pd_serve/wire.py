@@ -11,7 +11,7 @@ import msgspec
 
 from pd_serve.errors import ProtocolError
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 """Bumped by every change to a frame, record or handshake."""
 
 MAX_FRAME_NBYTES = 64 * 1024 * 1024

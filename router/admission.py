@@ -10,8 +10,9 @@ from starlette.types import Receive, Scope
 
 from pd_serve.errors import AuthenticationError, ContextLengthError, InvalidRequestError, OverloadedError, RequestError
 from pd_serve.observe import Metrics
+from router.linked_worker import LinkedWorker
 from router.occupancy import Occupancy
-from router.pool import LinkedWorker
+from router.tenants import RateLimitError, Tenants, Ticket
 
 
 class BodyTooLargeError(RequestError):
@@ -20,11 +21,14 @@ class BodyTooLargeError(RequestError):
 
 
 class Admission:
-    """Counts requests in progress; enter() and leave() come in pairs, by the same caller."""
+    """Counts requests in progress; enter() and leave() come in pairs, by the same caller.
 
-    def __init__(self, max_open: int, api_keys: tuple[str, ...], metrics: Metrics, occupancy: Occupancy) -> None:
+    enter -> charge the prompt -> leave with what was generated, or give_back what could not be served.
+    """
+
+    def __init__(self, max_open: int, tenants: Tenants, metrics: Metrics, occupancy: Occupancy) -> None:
         self._max_open = max_open
-        self._api_keys = tuple(key.encode() for key in api_keys)
+        self._tenants = tenants
         self._metrics = metrics
         self._occupancy = occupancy
 
@@ -33,16 +37,40 @@ class Admission:
         """Of all processes of this router."""
         return self._occupancy.num_open
 
-    def enter(self, authorization: str | None) -> None:
-        """Raises AuthenticationError or OverloadedError, having counted nothing."""
-        if self._api_keys and not bearer_matches(authorization, self._api_keys):
+    def enter(self, scope: Scope) -> Ticket:
+        """Of an HTTP request. Raises AuthenticationError, InvalidRequestError, RateLimitError, OverloadedError, having counted nothing."""
+        try:
+            ticket = self._tenants.ticket(header(scope, b"authorization"), header(scope, self._tenants.priority_header))
+        except AuthenticationError:
             self._metrics.count("pd_serve_rejections_total", "api_key")
-            raise AuthenticationError("Incorrect API key provided" if authorization else "You did not provide an API key")
+            raise
+        except RateLimitError:
+            self._metrics.count("pd_serve_rejections_total", "requests_per_minute")
+            raise
         if not self._occupancy.enter(self._max_open):
+            self.give_back(ticket, 0)
             self._metrics.count("pd_serve_rejections_total", "open_requests")
             raise OverloadedError(f"{self.num_open} requests are in progress, which is the limit", retry_after_s=1.0)
+        return ticket
 
-    def leave(self) -> None:
+    def charge(self, ticket: Ticket, num_prompt_tokens: int) -> None:
+        """Raises RateLimitError, and then the request does not count against its tenant."""
+        try:
+            self._tenants.charge(ticket, num_prompt_tokens)
+        except RateLimitError:
+            self._metrics.count("pd_serve_rejections_total", "tokens_per_minute")
+            raise
+
+    def give_back(self, ticket: Ticket, num_prompt_tokens: int) -> None:
+        """It was not served, by no fault of its own: it does not count against its tenant. leave() is still due."""
+        self._tenants.spent(ticket, -num_prompt_tokens, num_requests=-1)
+
+    def limit_lines(self, ticket: Ticket) -> bytes:
+        """Header lines that tell its tenant what is left of its limits; empty where there are none."""
+        return self._tenants.header_lines(ticket)
+
+    def leave(self, ticket: Ticket, num_generated: int = 0) -> None:
+        self._tenants.spent(ticket, num_generated)
         self._occupancy.leave()
 
 
@@ -124,6 +152,11 @@ class Limits:
             raise ContextLengthError(
                 f"This model's maximum context length is {longest} tokens, but the prompt has {num_tokens}: no room is left", param
             )
+
+    def check_fits(self, num_tokens: int, param: str) -> None:
+        """Of tokens that nothing has to follow. Raises ContextLengthError."""
+        if self.max_context_tokens and num_tokens > self.max_context_tokens:
+            raise ContextLengthError(f"This model's maximum context length is {self.max_context_tokens} tokens, but these are more", param)
 
     def output_budget(self, num_prompt_tokens: int, wanted: int | None) -> int:
         """Tokens to generate: what was asked for, or all that fit. Raises ContextLengthError when what was asked for does not fit."""

@@ -1,4 +1,4 @@
-"""The ASGI app: FastAPI, but for the two paths that nearly all requests take. Those go straight to their endpoints.
+"""The ASGI app: FastAPI, but for the few paths that nearly all requests take. Those go straight to their endpoints.
 
 The framework's layers (exit stacks, two error catchers, matching of routes) cost about as much as all that the endpoint does with a short
 request. What they would have done with an error is done here: the same answers, by the same handlers. Any other method on these paths, and
@@ -18,6 +18,7 @@ from starlette.types import Receive, Scope, Send
 from pd_serve.errors import PdServeError
 from pd_serve.protocol.server import line_of
 from router.api.errors import header_lines, on_bug, on_error, refusal
+from router.request_head import head_of, sending
 
 logger = logging.getLogger(__name__)
 
@@ -55,11 +56,21 @@ class RouterApp(FastAPI):
             line.cut()
         else:
             response = refusal(self.state.services, scope["path"], refused)
-            line.answer(header_lines(response), bytes(response.body), response.status_code)
+            lines = header_lines(response) + head_of(scope, self.state.services.cors).lines
+            line.answer(lines, bytes(response.body), response.status_code)
         return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        endpoint = self._straight.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        cors = self.state.services.cors
+        preflight = None if cors is None else cors.preflight(scope)
+        if preflight is not None:
+            await preflight(scope, receive, send)
+            return
+        send = sending(send, head_of(scope, cors).lines)
+        endpoint = self._straight.get(scope["path"]) if scope["method"] == "POST" else None
         if endpoint is None:
             await super().__call__(scope, receive, send)
             return

@@ -32,6 +32,8 @@ class ChoiceText:
         self.num_tokens = 0
         self.num_cached_tokens = 0
         """Of the first attempt: a moved request finds its own prompt cached, which is no merit of the client's."""
+        self.num_reasoning_tokens: int | None = None
+        """None: reasoning is not told apart."""
         self.finish_reason: str | None = None
 
     def push(self, token: TokenOutput) -> Piece:
@@ -72,6 +74,11 @@ class ChoiceText:
         text = self._stop.push(self._detokenizer.flush()) + self._stop.flush()
         self.finish_reason = "stop" if self._stop.is_found else reason.value
         return text
+
+    def end(self, reason: FinishReason) -> list[Piece]:
+        """finish(), as the pieces that are left to show."""
+        text = self.finish(reason)
+        return [Piece(text, -1, None)] if text else []
 
 
 def chat_logprobs(codec: TextCodec, pieces: list[Piece]) -> ChatLogprobs:

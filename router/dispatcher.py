@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from pd_serve.clock import Clock
-from pd_serve.errors import ContextLengthError, NoWorkerError, OverloadedError, PdServeError
+from pd_serve.errors import ContextLengthError, NoWorkerError, PdServeError
 from pd_serve.ids import AttemptId, PeerId
 from pd_serve.observe import Metrics
 from pd_serve.protocol.link import (
@@ -33,11 +33,11 @@ from pd_serve.protocol.link import (
     WorkerFrame,
 )
 from pd_serve.protocol.sampling import SamplingParams
+from router.assignment import Assigner
 from router.deadlines import Deadlines
 from router.generation import Generation, Readers
 from router.lifecycle import (
     Action,
-    Assigned,
     AwaitHandover,
     CancelRequested,
     Emit,
@@ -54,12 +54,12 @@ from router.lifecycle import (
     TokenArrived,
     WorkerLost,
 )
-from router.load import LoadBook
 from router.moves import MoveReason
 from router.occupancy import Occupancy
-from router.policy.base import Policy, RoutingSettings, WorkerView, possible_routes, waits_for_compute_only
+from router.overload import DEFAULT_OVERLOAD, Overload, OverloadSettings
+from router.policy.base import RoutingSettings, WorkerView
 from router.pool import WorkerPool
-from router.queue import ChoiceQueue
+from router.tenants import NO_TICKET, Ticket
 from router.timeline import Timeline
 
 
@@ -70,8 +70,10 @@ class DispatcherSettings:
     queue_timeout_s: float
     request_timeout_s: float
     max_queued: int
+    """Of a class for which `overload` says nothing else."""
     share_prefix: bool
     """Workers keep a prefix cache: further choices of a prompt follow the first to its decode worker."""
+    overload: OverloadSettings = DEFAULT_OVERLOAD
 
 
 class Dispatcher:
@@ -81,20 +83,20 @@ class Dispatcher:
     """
 
     def __init__(
-        self, pool: WorkerPool, policy: Policy, settings: DispatcherSettings, metrics: Metrics, clock: Clock, occupancy: Occupancy
+        self, pool: WorkerPool, assigner: Assigner, settings: DispatcherSettings, metrics: Metrics, clock: Clock, occupancy: Occupancy
     ) -> None:
         self._pool = pool
-        self._policy = policy
+        self._assigner = assigner
         self._settings = settings
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._now = clock.now
-        self._book = LoadBook(settings.routing.short_prompt_tokens)
+        self._book = assigner.book
         self.timeline = Timeline()
         self._open: dict[int, Generation] = {}
         self._by_attempt: dict[AttemptId, Generation] = {}
-        self._queue = ChoiceQueue(occupancy, settings.routing.short_prompt_tokens)
-        self._occupancy = occupancy
+        self.overload = Overload(settings.overload, settings.max_queued, occupancy, settings.routing, metrics, clock.now)
+        self._queue = self.overload.queue
         self._readers = Readers(self._loop)
         self._deadlines = Deadlines(settings.request_timeout_s, clock.now, self._open, self._timed_out)
         self._keys = itertools.count(1)
@@ -115,7 +117,7 @@ class Dispatcher:
 
     def is_empty(self) -> bool:
         """Nothing is left of any request."""
-        return not (self._open or self._by_attempt or len(self._queue)) and self._book.is_empty()
+        return not (self._open or self._by_attempt or not self.overload.is_empty()) and self._assigner.is_empty()
 
     def submit(
         self,
@@ -125,28 +127,30 @@ class Dispatcher:
         wakes_on_token: bool = True,
         takes_what_fits: bool = False,
         received_at: float = 0.0,
+        ticket: Ticket = NO_TICKET,
     ) -> tuple[Generation, ...]:
         """Begin one choice per sampling of one prompt. `wakes_on_token` False: wake is called at the end only.
         `takes_what_fits`: max_tokens may be lowered to what the workers turn out to take. `received_at`: for the timeline.
 
-        Raises OverloadedError when it would have to wait and the queue is full.
+        Raises OverloadedError when it would have to wait and the queue is full, or would miss an SLO.
         """
+        if self.overload.has_slo:
+            self.overload.check(ticket, len(token_ids), len(samplings), self._assigner.views())
         self._metrics.record("pd_serve_prompt_tokens_total", len(token_ids))
         generations = tuple(self._new(token_ids, sampling, wake, wakes_on_token, takes_what_fits) for sampling in samplings)
         for generation in generations:
+            generation.ticket = ticket
             self.timeline.arrived(generation.key, len(token_ids), generation.submitted_at, received_at)
-        first, rest = generations[0], generations[1:]
-        starting = generations
+        rest, starting = generations[1:], generations
         if rest and self._settings.share_prefix:
-            first.followers, starting = rest, generations[:1]
+            generations[0].followers, starting = rest, generations[:1]
         for generation in starting:
             self._apply(generation, generation.lifecycle.start())
         self._pump()
-        if self._occupancy.num_queued > self._settings.max_queued and any(generation.is_queued for generation in starting):
+        if (overflow := self.overload.overflow(starting)) is not None:
             for generation in generations:
                 self.cancel(generation)
-            self._metrics.count("pd_serve_rejections_total", "queue_full")
-            raise OverloadedError("too many requests are waiting for a worker", retry_after_s=1.0)
+            raise overflow
         for generation in starting:
             self._arm_queue_timer(generation)
         return generations
@@ -169,7 +173,7 @@ class Dispatcher:
         if isinstance(frame, Step):
             self._step(peer, frame)
         elif isinstance(frame, Load):
-            self._book.reported(peer, self._now())
+            self._book.reported(peer, self._now(), frame.prefill_queue_tokens == 0)
         elif isinstance(frame, Reserved | Refused | PrefillDone | Failed | Closed):
             self._attempt_frame(peer, frame)
 
@@ -196,18 +200,19 @@ class Dispatcher:
             return
         if isinstance(frame, Reserved):
             now = self._now()
-            self._book.told(generation.key, peer, now)
+            self._assigner.reserved(generation, peer, now)
             self.timeline.reserved(generation.key, now)
         elif isinstance(frame, PrefillDone):
-            self.timeline.prefilled(generation.key, self._now())
-            self._book.prefilled(generation.key, peer)
+            now = self._now()
+            self.timeline.prefilled(generation.key, now)
+            self._assigner.prefilled(generation, peer, frame.num_computed_tokens, now)
         elif isinstance(frame, Refused):
             self._book.refused(peer)
         self._handle(generation, FrameArrived(peer, frame))
         self._pump()
 
     def _worker_lost(self, peer: PeerId) -> None:
-        self._book.forget(peer)
+        self._assigner.forget(peer)
         for generation in list(self._open.values()):
             if peer in generation.lifecycle.peers:
                 self._handle(generation, WorkerLost(peer))
@@ -240,7 +245,7 @@ class Dispatcher:
 
     def _send(self, generation: Generation, peer: PeerId, frame: RouterFrame) -> None:
         if isinstance(frame, Prefill):
-            self._book.told(generation.key, peer, self._now())
+            self._assigner.sent_prefill(generation, peer, self._now())
         sent = self._pool.send(peer, frame)
         if not sent and isinstance(frame, Open | Prefill):
             self._loop.call_soon(self._handle, generation, WorkerLost(peer))
@@ -248,20 +253,27 @@ class Dispatcher:
     def _emit(self, generation: Generation, token: TokenOutput, now: float) -> None:
         last = generation.last_token_at
         generation.last_token_at = now
-        if last:
+        if generation.has_spoken:
             self._token_gap.observe(now - last)
         else:
-            self._first_token.observe(now - generation.submitted_at)
-            self.timeline.first_token(generation.key, now)
-            self._arrived(generation)
+            self._first_of_attempt(generation, token, now, last)
         generation.tokens.append(token)
         if generation.wakes_on_token and not generation.is_woken:
             self._readers.wake(generation)
 
-    def _arrived(self, generation: Generation) -> None:
-        """The first token: the prompt is computed, and the decode worker has it."""
-        for peer in generation.charged:
-            self._book.prefilled(generation.key, peer)
+    def _first_of_attempt(self, generation: Generation, token: TokenOutput, now: float, last: float) -> None:
+        """Its worker has done what was asked of it; `last`: the token before came from another, 0 for none."""
+        self._assigner.spoke(generation, token.num_cached_tokens, now)
+        if last:
+            self._token_gap.observe(now - last)
+            return
+        self._first_token.observe(now - generation.submitted_at)
+        self.timeline.first_token(generation.key, now)
+        self.overload.began(generation, now)
+        self._start_followers(generation)
+
+    def _start_followers(self, generation: Generation) -> None:
+        """The first token: the decode worker has the prompt."""
         followers, generation.followers = generation.followers, ()
         if followers:
             decode = generation.lifecycle.peers[:1]
@@ -281,9 +293,8 @@ class Dispatcher:
         if reason is not MoveReason.FIRST:
             self._leave_workers(generation)
             self.timeline.left(generation.key, reason.value, generation.lifecycle.num_output_tokens, self._now())
-        if reason is MoveReason.PREEMPTED:
-            for peer in avoid:
-                self._book.refused(peer)
+        if reason is MoveReason.PREEMPTED and generation.lifecycle.fault is not None:
+            self._book.refused(generation.lifecycle.fault[1])
         if reason not in (MoveReason.FIRST, MoveReason.NO_CAPACITY):
             self._metrics.count("pd_serve_moves_total", reason.value)
             generation.beside = None
@@ -294,30 +305,16 @@ class Dispatcher:
 
     def _pump(self) -> None:
         """Assign whatever can be assigned now, oldest first; a short prompt before one that waits for compute alone."""
-        routing = self._settings.routing
-        while (generation := self._queue.head()) is not None:
-            demand, views = generation.demand, self._views()
-            routes = possible_routes(demand, views, routing)
-            if not routes:
-                if self._settle_length(generation, views):
-                    continue
-                short = self._queue.short_head()
-                if short is None or not waits_for_compute_only(demand, views, routing):
-                    return
-                generation, demand = short, short.demand
-                if not (routes := possible_routes(demand, views, routing)):
-                    return
-            lifecycle = generation.lifecycle
-            route = self._policy.choose(demand, routes)
+        while (found := self._assigner.next(self._queue, self._settle_length)) is not None:
+            generation, route = found
             self._unqueue(generation)
-            prefill = None if route.prefill is None else route.prefill.peer
-            self._book.charge(generation.key, prefill, route.decode.peer, demand.num_tokens)
-            generation.charged = (route.decode.peer,) if prefill is None else (prefill, route.decode.peer)
+            assigned = self._assigner.taken(generation, route)
+            self._queue.started(generation)
             self._metrics.count("pd_serve_routing_decisions_total", route.kind.value, route.reason)
             now = self._now()
-            actions = lifecycle.handle(Assigned(prefill, route.decode.peer), now)
-            generation.attempt_id = lifecycle.attempt_id
-            self.timeline.assigned(generation.key, prefill, route.decode.peer, now, generation.attempt_id or 0)
+            actions = generation.lifecycle.handle(assigned, now)
+            generation.attempt_id = generation.lifecycle.attempt_id
+            self.timeline.assigned(generation.key, assigned.prefill, assigned.decode, now, generation.attempt_id or 0)
             if generation.attempt_id is not None:
                 self._by_attempt[generation.attempt_id] = generation
             self._apply(generation, actions)
@@ -335,9 +332,6 @@ class Dispatcher:
         self._apply(generation, (*generation.lifecycle.handle(CancelRequested(), self._now()), GaveUp(error)))
         return True
 
-    def _views(self) -> tuple[WorkerView, ...]:
-        return tuple(self._book.view(worker, self._pool.is_joining(worker)) for worker in self._pool.workers if worker.is_available)
-
     def _unqueue(self, generation: Generation) -> None:
         self._queue.leave(generation)
         if generation.queue_timer is not None:
@@ -352,6 +346,7 @@ class Dispatcher:
         lifecycle = Lifecycle(self._settings.lifecycle, token_ids, sampling, self._new_attempt_id)
         generation = Generation(next(self._keys), len(token_ids), lifecycle, sampling.max_tokens, wake, wakes_on_token, takes_what_fits)
         generation.submitted_at = self._now()
+        generation.cached = self._pool.prefixes.cached(token_ids)
         self._open[generation.key] = generation
         self._deadlines.added()
         return generation
@@ -378,8 +373,7 @@ class Dispatcher:
         if generation.attempt_id is not None:
             self._by_attempt.pop(generation.attempt_id, None)
             generation.attempt_id = None
-        self._book.release(generation.key, generation.charged)
-        generation.charged = ()
+        self._assigner.left(generation, self._now())
 
     def _close(self, generation: Generation) -> None:
         """Idempotent: out of every table. Followers of a choice that never had a token end as it did."""
@@ -387,6 +381,7 @@ class Dispatcher:
             return
         self._unqueue(generation)
         self._leave_workers(generation)
+        self.overload.ended(generation, self._now())
         num_output_tokens = generation.lifecycle.num_output_tokens
         self._metrics.record("pd_serve_generated_tokens_total", num_output_tokens)
         outcome = generation.finish.value if generation.finish else generation.error.code if generation.error else "cancelled"

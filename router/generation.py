@@ -11,7 +11,9 @@ from pd_serve.ids import AttemptId, PeerId
 from pd_serve.protocol.link import FinishReason, TokenOutput
 from router.lifecycle import Lifecycle
 from router.moves import MoveReason
-from router.policy.base import Demand
+from router.policy.base import NOTHING, Demand
+from router.prefixes import CachedTokens
+from router.tenants import NO_TICKET, Ticket
 
 
 @dataclass(slots=True, eq=False)
@@ -34,15 +36,28 @@ class Generation:
     followers: tuple[Generation, ...] = ()
     """Choices of the same prompt that wait for this one's first token, so that its KV is sent once."""
     beside: PeerId | None = None
+    cached: CachedTokens | None = None
+    """What workers have of its prompt. Tokens generated since are not counted."""
     avoid: frozenset[PeerId] = frozenset()
     reason: MoveReason = MoveReason.FIRST
+    ticket: Ticket = NO_TICKET
+    cost: float = 0.0
+    """Tokens it was expected to take, output included, when it was queued."""
+    paid: float = 0.0
+    """What its tenant has been charged for it; 0: it has not started (fair.py)."""
+    is_returned: bool = False
+    """It was queued again after it had begun."""
     is_queued: bool = False
+    has_spoken: bool = False
+    """The present attempt has brought a token."""
     is_woken: bool = False
     """Its reader is about to be told."""
     attempt_id: AttemptId | None = None
     charged: tuple[PeerId, ...] = ()
     submitted_at: float = 0.0
     last_token_at: float = 0.0
+    prefilled_at: float = 0.0
+    """When its prompt was computed by a prefill worker; 0: not yet, or elsewhere."""
     queue_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -52,7 +67,15 @@ class Generation:
 
     @property
     def demand(self) -> Demand:
-        return Demand(self.num_tokens, self.max_tokens - self.lifecycle.num_output_tokens, self.avoid, self.beside)
+        max_new_tokens = self.max_tokens - self.lifecycle.num_output_tokens
+        cached = NOTHING if self.cached is None else self.cached
+        return Demand(self.num_tokens, max_new_tokens, self.avoid, self.beside, cached, self.ticket.session)
+
+    def charge(self, peers: tuple[PeerId, ...]) -> None:
+        """It was assigned to these workers: they will have its prompt soon."""
+        self.charged = peers
+        if self.cached is not None:
+            self.cached.expect_at(peers)
 
     def shrink(self, context_tokens: int) -> bool:
         """Take what fits into so many tokens, if the client leaves that to us. True when that is less than before, and not nothing."""

@@ -166,6 +166,8 @@ class Lifecycle:
         self._attempt: _Attempt | None = None
         self._faults = 0
         self._suspects: frozenset[PeerId] = frozenset()
+        self.fault: tuple[MoveReason, PeerId] | None = None
+        """Why the last attempt was left, and who is blamed; None: it goes on, or ended otherwise."""
         self.is_done = False
 
     @property
@@ -221,6 +223,7 @@ class Lifecycle:
     def _on_assigned(self, event: Assigned) -> tuple[Action, ...]:
         assert self._attempt is None, "assigned twice"
         self._attempt = _Attempt(self._new_attempt_id(), event.decode, event.prefill)
+        self.fault = None
         frame = Open(
             attempt_id=self._attempt.attempt_id,
             token_ids=self.token_ids,
@@ -325,6 +328,7 @@ class Lifecycle:
 
     def _move(self, reason: MoveReason, blamed: PeerId, detail: str) -> tuple[Action, ...]:
         """Leave the attempt and ask for another place, or give up when faults have used up the moves."""
+        self.fault = (reason, blamed)
         if reason not in ORDERLY:
             self._faults += 1
             self._suspects |= {blamed}

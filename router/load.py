@@ -3,18 +3,21 @@
 Open sent ---- Reserved ---- next Load of decode        uncovered until here: the report cannot know of it yet
 Prefill sent ---- first Load later than REPORT_LAG_S    uncovered until here
 
+A prompt's tokens are counted off when it is computed (PrefillDone, first token, or a report of an empty queue that must know of it), a
+sequence's when it leaves. A worker that has not reported for long is marked: what it last said is no longer known.
+
 Sums are kept, not made: a look at a worker costs the same however many requests it has, and a report only what it covers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from pd_serve.ids import PeerId
-from pd_serve.protocol.link import Load
+from pd_serve.protocol.link import Load, PeerStatus
+from router.linked_worker import LinkedWorker
 from router.policy.base import WorkerView
-from router.pool import LinkedWorker
 
 REPORT_LAG_S = 0.05
 """A Load that arrives this long after a Prefill was sent tells of it."""
@@ -69,6 +72,12 @@ class _Charges:
         for key in known:
             self._count_uncovered(self._uncovered.pop(key).num_tokens, -1)
 
+    def drop_covered(self) -> None:
+        """The report says that nothing is left of what it knows of."""
+        if len(self._charges) > len(self._uncovered):
+            for key in self._charges.keys() - self._uncovered.keys():
+                self.pop(key)
+
     def num_uncovered_blocks(self, block_size: int) -> int:
         """Every uncovered request rounded up to whole blocks, with room for a token more."""
         if block_size != self._block_size:
@@ -96,6 +105,17 @@ class _Worker:
     decode: _Charges
     has_refused: bool = False
     """It refused for want of room, and has not reported since."""
+    reported_at: float | None = None
+    """Monotonic seconds; None: it has just been linked."""
+    view: WorkerView | None = None
+    """As last made, until something here changes."""
+    load: Load | None = None
+    """It was made of."""
+    peer_status: PeerStatus | None = None
+    bandwidths: Mapping[PeerId, float] = field(default_factory=dict)
+    """As `peer_status` says."""
+    kv_bytes_per_token: int = 0
+    """0: not asked yet; it never changes."""
 
 
 class LoadBook:
@@ -106,38 +126,52 @@ class LoadBook:
         self._short_tokens = short_tokens
         self._workers: dict[PeerId, _Worker] = {}
 
-    def charge(self, key: int, prefill: PeerId | None, decode: PeerId, num_tokens: int) -> None:
-        """A request was assigned. A prompt computed by the decode worker counts as prefill there."""
-        self._worker(decode).decode.add(key, num_tokens)
-        self._worker(prefill or decode).prefill.add(key, num_tokens)
+    def charge(self, key: int, prefill: PeerId | None, decode: PeerId, num_tokens: int, num_to_compute: int | None = None) -> None:
+        """A request was assigned. A prompt computed by the decode worker counts as prefill there. `num_to_compute`: what the worker that
+        computes it has not cached; None: all.
+        """
+        self._changed(decode).decode.add(key, num_tokens)
+        self._changed(prefill or decode).prefill.add(key, num_tokens if num_to_compute is None else num_to_compute)
 
     def told(self, key: int, peer: PeerId, now: float) -> None:
         """The worker has been told (decode: it has answered Reserved; prefill: Prefill was sent)."""
-        worker = self._worker(peer)
-        worker.prefill.told(key, now)
-        worker.decode.told(key, now)
+        worker = self._workers.get(peer)
+        if worker is not None:
+            worker.prefill.told(key, now)
+            worker.decode.told(key, now)
 
     def prefilled(self, key: int, peer: PeerId) -> None:
-        """The prompt is computed. Idempotent."""
-        self._worker(peer).prefill.pop(key)
+        """The prompt is computed. Idempotent, also of a worker that is gone."""
+        worker = self._workers.get(peer)
+        if worker is not None:
+            worker.view = None
+            worker.prefill.pop(key)
 
     def release(self, key: int, peers: tuple[PeerId, ...]) -> None:
         """The request left these workers. Idempotent."""
         for peer in peers:
             worker = self._workers.get(peer)
             if worker is not None:
+                worker.view = None
                 worker.prefill.pop(key)
                 worker.decode.pop(key)
 
     def refused(self, peer: PeerId) -> None:
-        """No room there until its next report."""
-        self._worker(peer).has_refused = True
+        """No room there until its next report. Nothing, of a worker that is gone."""
+        worker = self._workers.get(peer)
+        if worker is not None:
+            worker.view = None
+            worker.has_refused = True
 
-    def reported(self, peer: PeerId, now: float) -> None:
-        worker = self._worker(peer)
+    def reported(self, peer: PeerId, now: float, is_queue_empty: bool = False) -> None:
+        """`is_queue_empty`: it has nothing left to compute of what it had been told in time."""
+        worker = self._changed(peer)
+        worker.reported_at = now
         worker.has_refused = False
         worker.decode.cover(lambda told_at: True)
         worker.prefill.cover(lambda told_at: now - told_at > REPORT_LAG_S)
+        if is_queue_empty:
+            worker.prefill.drop_covered()
 
     def forget(self, peer: PeerId) -> None:
         self._workers.pop(peer, None)
@@ -162,21 +196,53 @@ class LoadBook:
             return 0
         return (load.blocks.free + load.blocks.cached - worker.decode.num_uncovered_blocks(block_size)) * block_size
 
-    def view(self, worker: LinkedWorker, is_joining: bool) -> WorkerView:
-        """The worker as a policy sees it."""
-        peer, load = worker.peer, worker.load
+    def view(
+        self, worker: LinkedWorker, is_joining: bool, prefill_tokens_per_s: float = 1.0, stale_before: float = float("-inf")
+    ) -> WorkerView:
+        """The worker as a policy sees it; the same object for as long as it would look the same. `stale_before`: reports older than that
+        moment tell nothing of now.
+        """
+        known = self._worker(worker.peer)
+        is_stale = known.reported_at is not None and known.reported_at < stale_before
+        view = known.view
+        if (
+            view is None
+            or known.load is not worker.load
+            or known.peer_status is not worker.peer_status
+            or view.joined is not worker.joined
+            or view.is_joining is not is_joining
+            or view.is_stale is not is_stale
+            or view.prefill_tokens_per_s != prefill_tokens_per_s
+        ):
+            known.load = worker.load
+            if known.peer_status is not worker.peer_status:
+                known.peer_status = worker.peer_status
+                known.bandwidths = {state.peer: state.bandwidth for state in worker.peer_status.states}
+            view = known.view = self._new_view(worker, is_joining, prefill_tokens_per_s, is_stale)
+        return view
+
+    def _new_view(self, worker: LinkedWorker, is_joining: bool, prefill_tokens_per_s: float, is_stale: bool) -> WorkerView:
+        peer, load, info = worker.peer, worker.load, worker.welcome.info
+        known = self._worker(peer)
+        if not known.kv_bytes_per_token:
+            known.kv_bytes_per_token = info.layout.bytes_per_token * info.num_ranks
         return WorkerView(
             peer=peer,
             role=load.role,
             max_model_len=worker.welcome.max_model_len,
             num_pool_tokens=worker.num_pool_tokens,
-            num_free_tokens=self.free_tokens(peer, load, worker.welcome.info.layout.block_size),
+            num_free_tokens=self.free_tokens(peer, load, info.layout.block_size),
             prefill_backlog_tokens=self.prefill_backlog_tokens(peer, load),
             decode_tokens=self.decode_tokens(peer, load),
             num_sequences=self.num_sequences(peer, load),
             joined=worker.joined,
             is_joining=is_joining,
-            short_backlog_tokens=self._worker(peer).prefill.num_short_tokens,
+            short_backlog_tokens=known.prefill.num_short_tokens,
+            prefill_tokens_per_s=prefill_tokens_per_s,
+            kv_bytes_per_token=known.kv_bytes_per_token,
+            num_layers=info.layout.num_layers,
+            bandwidths=known.bandwidths,
+            is_stale=is_stale,
         )
 
     def is_empty(self) -> bool:
@@ -186,4 +252,10 @@ class LoadBook:
         worker = self._workers.get(peer)
         if worker is None:
             worker = self._workers[peer] = _Worker(_Charges(self._short_tokens), _Charges(self._short_tokens))
+        return worker
+
+    def _changed(self, peer: PeerId) -> _Worker:
+        """The worker, which will look otherwise."""
+        worker = self._worker(peer)
+        worker.view = None
         return worker

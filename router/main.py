@@ -11,13 +11,14 @@ import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
 import uvicorn
 import uvloop
 from fastapi import FastAPI
+from fastapi.exceptions import RequestValidationError
 from prometheus_client import CollectorRegistry
 from starlette.exceptions import HTTPException
 from starlette.routing import Route
@@ -35,24 +36,35 @@ from pd_serve.protocol.server import ServerLimits, server_config
 from pd_serve.protocol.siblings import SiblingStream, Topic
 from pd_serve.tls import client_tls, server_tls
 from router.admission import Admission
-from router.api import internal, models, ops
+from router.api import internal, models, ops, overview, responses, tokens
+from router.api.admin import router as admin_router
 from router.api.chat import chat_endpoint
 from router.api.completions import completions_endpoint
-from router.api.errors import on_bug, on_error, on_http_exception
+from router.api.errors import on_bug, on_error, on_http_exception, on_invalid
 from router.api.openapi import openapi_route
+from router.api.responses import responses_endpoint
+from router.api.ui import ui_routes
 from router.app import RouterApp, StraightEndpoint
+from router.assignment import Assigner
+from router.cors import Cors
 from router.dispatcher import Dispatcher, DispatcherSettings
+from router.fleet_start import fleet_control
+from router.grammars import GrammarChecks
 from router.lifecycle import LifecycleSettings
+from router.observing import check_observing, start_observing
 from router.occupancy import Occupancy, SharedOccupancy
-from router.policy.base import RoutingSettings
-from router.policy.registry import new_policy
+from router.overload import check_overload, overload_settings
+from router.policy.registry import new_chooser
 from router.pool import PoolSettings, WorkerPool
 from router.process_spec import ProcessSpec
 from router.services import Services
 from router.siblings import Place, Siblings
 from router.stand_in_tokenizer import StandInTokenizer
 from router.supervisor import Supervisor
+from router.tenants import Tenants, num_cells
+from router.throughput import Throughput
 from router.tokenizer import TOKENIZER_NAME, FolderTokenizer, TextCodec
+from router.tools.registry import OutputFormats
 from router.warm_up import warm_up
 
 logger = logging.getLogger(__name__)
@@ -80,8 +92,8 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
         max_model_len = max_model_len or trained_max_len(folder)
     if config.model.max_len:
         max_model_len = min(config.model.max_len, max_model_len or config.model.max_len)
-    policy_name = config.router.policy
-    new_policy(policy_name)
+    check_observing(config.observe)
+    check_overload(config)
     text = codec
 
     @asynccontextmanager
@@ -90,11 +102,14 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
         siblings = None if here.to_supervisor is None else Siblings(await SiblingStream.over(here.to_supervisor))
         services = _new_services(config, text, max_model_len, here.occupancy)
         app.state.services = services
+        tracing = start_observing(services)
+        services.siblings = siblings
+        controlled = ExitStack()
+        fleet = controlled.enter_context(fleet_control(services, here.index))
         services.pool.start(config.router.workers)
         listening = None
         if siblings is not None:
-            services.siblings = siblings
-            listening = asyncio.create_task(siblings.run(_answers(services), partial(_register, services)))
+            listening = asyncio.create_task(siblings.run(_answers(services), partial(_register, services), fleet.changed))
         try:
             yield
         finally:
@@ -102,17 +117,27 @@ def create_app(config: Config, codec: TextCodec | None = None, max_model_len: in
                 listening.cancel()
                 siblings.close()
             services.is_draining = True
+            controlled.close()
             services.dispatcher.close(NoWorkerError("the router is shutting down"))
+            if tracing is not None:
+                await tracing.close()
             await services.pool.close()
 
-    straight: dict[str, StraightEndpoint] = {"/v1/chat/completions": chat_endpoint(), "/v1/completions": completions_endpoint()}
+    straight: dict[str, StraightEndpoint] = {
+        "/v1/chat/completions": chat_endpoint(),
+        "/v1/completions": completions_endpoint(),
+        "/v1/responses": responses_endpoint(),
+    }
     app = RouterApp(straight, title="pd-serve", lifespan=lifespan, openapi_url=None)
     app.router.routes[:] = [Route(path, endpoint, methods=["POST"]) for path, endpoint in straight.items()]
-    for module in (models, ops, internal):
+    for module in (models, responses, tokens, ops, internal, overview):
         app.include_router(module.router)
+    app.include_router(admin_router)
+    app.router.routes += ui_routes()
     app.router.routes.append(openapi_route(app.routes, config.router, config.security))
     app.add_exception_handler(PdServeError, on_error)
     app.add_exception_handler(HTTPException, on_http_exception)
+    app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(Exception, on_bug)
     return app
 
@@ -139,7 +164,8 @@ def serve_process(spec: ProcessSpec) -> int:
     """One process of a router of several; blocks. Raises ConfigError and ModelError."""
     config = spec.config
     _setup_logging(config, f"router-{spec.index}")
-    place = Place(SharedOccupancy(spec.block_fd, spec.index, spec.num_processes), socket.socket(fileno=spec.sibling_fd))
+    occupancy = SharedOccupancy(spec.block_fd, spec.index, spec.num_processes, num_cells(config))
+    place = Place(occupancy, socket.socket(fileno=spec.sibling_fd), spec.index)
     with bound_socket(config.router.host, config.router.port, is_shared=True) as listener:
         return _serve(create_app(config, place=place), config, listener)
 
@@ -153,7 +179,7 @@ def _serve(app: FastAPI, config: Config, listener: socket.socket) -> int:
 
 
 def _setup_logging(config: Config, process: str) -> None:
-    secret_values = (config.security.cluster_secret, *config.security.api_keys)
+    secret_values = (config.security.cluster_secret, *config.security.client_keys)
     setup_logging(config.observe.log_level, config.observe.log_format, process, secret_values)
 
 
@@ -270,27 +296,27 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int, occupanc
     router = config.router
     router_id = RouterId(f"router-{secrets.token_hex(6)}")
     metrics = Metrics(CollectorRegistry(), Side.ROUTER)
+    tls = client_tls(config.security)
     pool = WorkerPool(
         PoolSettings(
-            link=LinkSettings(router_id, config.security.cluster_secret, tls=client_tls(config.security)),
+            link=LinkSettings(router_id, config.security.cluster_secret, tls=tls),
             worker_timeout_s=router.worker_timeout_s,
             join_grace_s=config.transport.join_timeout_s,
             text_vocab_size=codec.vocab_size,
+            breaker=config.breaker,
         ),
         metrics,
     )
+    speeds, clock = Throughput(), MonotonicClock()
+    chooser = new_chooser(config, lambda: speeds.handover_s)
     settings = DispatcherSettings(
         lifecycle=LifecycleSettings(router.transfer_timeout_s, router.handover_timeout_s, router.max_moves),
-        routing=RoutingSettings(
-            local_prefill_max_tokens=router.local_prefill_max_tokens,
-            prefill_window_tokens=config.engine.max_batch_tokens,
-            max_sequences=config.engine.max_running,
-            short_prompt_tokens=config.engine.max_batch_tokens // 4,
-        ),
+        routing=chooser.settings,
         queue_timeout_s=router.queue_timeout_s,
         request_timeout_s=router.request_timeout_s,
         max_queued=router.max_queued_requests,
         share_prefix=config.kv.prefix_cache,
+        overload=overload_settings(config),
     )
     return Services(
         config=config,
@@ -298,9 +324,13 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int, occupanc
         model_name=model_name_of(config),
         max_model_len=max_model_len,
         codec=codec,
+        formats=OutputFormats(config.model, codec),
         metrics=metrics,
-        admission=Admission(router.max_open_requests, config.security.api_keys, metrics, occupancy),
+        admission=Admission(router.max_open_requests, Tenants(config, occupancy), metrics, occupancy),
         pool=pool,
-        dispatcher=Dispatcher(pool, new_policy(router.policy), settings, metrics, MonotonicClock(), occupancy),
+        dispatcher=Dispatcher(pool, Assigner(pool, chooser, speeds, clock.now), settings, metrics, clock, occupancy),
         occupancy=occupancy,
+        grammars=GrammarChecks(config.structured, has_vocabulary=not isinstance(codec, StandInTokenizer)),
+        worker_tls=tls,
+        cors=Cors(router.cors_origins) if router.cors_origins else None,
     )

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-SAME_EVERYWHERE = frozenset({"pd_serve_linked_workers", "pd_serve_open_requests", "pd_serve_queued_requests"})
+SAME_EVERYWHERE = frozenset(
+    {
+        "pd_serve_linked_workers",
+        "pd_serve_open_requests",
+        "pd_serve_queued_requests",
+        "pd_serve_prefix_known_blocks",
+        "pd_serve_breaker_state",
+    }
+)
 
 
 def summed(expositions: Iterable[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pd_serve.protocol.control import PairStatus
 from pd_serve.protocol.exchange import conversion, differences
 from pd_serve.protocol.link import PeerInfo, Role, Welcome
-from router.pool import LinkedWorker
+from router.linked_worker import LinkedWorker
 
 
 def pair_statuses(workers: Sequence[LinkedWorker], refused: Sequence[tuple[Welcome, str]]) -> tuple[PairStatus, ...]:

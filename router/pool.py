@@ -15,13 +15,20 @@ from functools import partial
 
 import msgspec
 
+from pd_serve.config import BreakerConfig
 from pd_serve.errors import IncompatibleError, OverloadedError, PdServeError
 from pd_serve.ids import Incarnation, PeerId, WorkerId
 from pd_serve.observe import Metrics
+from pd_serve.protocol.admin import FleetAddress
+from pd_serve.protocol.cache_events import CacheEvents, CacheSnapshot
 from pd_serve.protocol.client import Link, LinkSettings, open_link
-from pd_serve.protocol.control import BlockStatus, PeerLaneStatus, RegisterWorker, WorkerStatus
+from pd_serve.protocol.control import RegisterWorker, WorkerStatus
 from pd_serve.protocol.link import BlockCounts, Load, Peers, PeerStatus, Role, RouterFrame, Step, Welcome, WorkerFrame
+from router.breaker import Breakers
 from router.compatibility import check_compatible, nonsense_in
+from router.linked_worker import LinkedWorker
+from router.prefixes import Prefixes
+from router.worker_status import status_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,37 +50,7 @@ class PoolSettings:
     """Seconds after a link came up in which missing joins may still succeed."""
     text_vocab_size: int
     """Tokens the router's tokenizer can produce; a model with fewer is refused."""
-
-
-@dataclass(slots=True)
-class LinkedWorker:
-    """A worker with a live link that has been welcomed, reported its load and was found compatible."""
-
-    peer: PeerId
-    address: str
-    link: Link
-    welcome: Welcome
-    load: Load
-    linked_at: float
-    peer_status: PeerStatus = field(default_factory=lambda: PeerStatus(()))
-    joined: frozenset[PeerId] = frozenset()
-
-    @property
-    def has_reported(self) -> bool:
-        return self.load.blocks.total > 0
-
-    @property
-    def is_available(self) -> bool:
-        """Takes new requests."""
-        return self.has_reported and not self.load.draining
-
-    @property
-    def can_decode(self) -> bool:
-        return self.load.role is not Role.PREFILL
-
-    @property
-    def num_pool_tokens(self) -> int:
-        return self.load.blocks.total * self.welcome.info.layout.block_size
+    breaker: BreakerConfig = field(default_factory=BreakerConfig)
 
 
 @dataclass(slots=True)
@@ -105,7 +82,11 @@ class WorkerPool:
         self._metrics = metrics
         self._addresses: dict[str, _Address] = {}
         self._workers: dict[PeerId, LinkedWorker] = {}
+        self._removed: dict[WorkerId, tuple[Incarnation, str]] = {}
+        """By an operator, with the address: not linked again as they are."""
+        self.breakers = Breakers(settings.breaker, metrics, self._workers)
         self._is_closing = False
+        self.prefixes = Prefixes(lambda: asyncio.get_running_loop().time())
         self.version = 0
         """Grows with every change of who is linked, in which role and with how large a pool: what is made of these may be kept."""
         self.on_frame: Callable[[PeerId, WorkerFrame], None] = lambda peer, frame: None
@@ -130,7 +111,8 @@ class WorkerPool:
         return asyncio.get_running_loop().time() - worker.linked_at < self._settings.join_grace_s
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
-        linked = tuple(_status(worker) for worker in self._workers.values())
+        now = asyncio.get_running_loop().time()
+        linked = tuple(status_of(worker, self.breakers, now) for worker in self._workers.values())
         return tuple(sorted(linked, key=lambda status: status.id))
 
     def refusals(self) -> tuple[str, ...]:
@@ -151,8 +133,11 @@ class WorkerPool:
         """Idempotent. True when a live link to this very incarnation is up. Raises OverloadedError above MAX_ADDRESSES."""
         peer = PeerId(WorkerId(worker.worker_id), Incarnation(worker.incarnation))
         url = worker.address.rstrip("/")
-        if url not in self._addresses and len(self._addresses) >= MAX_ADDRESSES:
-            raise OverloadedError(f"{len(self._addresses)} addresses of workers are known, which is the limit", FORGET_AFTER_S)
+        self._check_room(url)
+        if peer.worker_id in self._removed:
+            if self._removed[peer.worker_id][0] == peer.incarnation:
+                return False
+            del self._removed[peer.worker_id]
         for address in list(self._addresses.values()):
             known = address.expected or (address.worker.peer if address.worker else None)
             if known is not None and known.worker_id == peer.worker_id and known != peer and address.url != url:
@@ -160,6 +145,53 @@ class WorkerPool:
         self._follow(url, peer, is_configured=False)
         linked = self._workers.get(peer)
         return linked is not None
+
+    def _check_room(self, url: str) -> None:
+        if url not in self._addresses and len(self._addresses) >= MAX_ADDRESSES:
+            raise OverloadedError(f"{len(self._addresses)} addresses of workers are known, which is the limit", FORGET_AFTER_S)
+
+    # ---- for operators (fleet.py)
+
+    def find(self, worker_id: str) -> LinkedWorker | None:
+        return next((worker for worker in self._workers.values() if worker.peer.worker_id == worker_id), None)
+
+    @property
+    def removed(self) -> tuple[WorkerId, ...]:
+        return tuple(self._removed)
+
+    def unlinked(self) -> tuple[FleetAddress, ...]:
+        return tuple(
+            FleetAddress(
+                address=address.url,
+                worker=address.expected.worker_id if address.expected else None,
+                configured=address.is_configured,
+                detail=address.refusal or address.last_reason,
+            )
+            for address in self._addresses.values()
+            if address.worker is None
+        )
+
+    def add(self, url: str) -> None:
+        """Idempotent; tried for ever. What was removed there may come back. Raises OverloadedError above MAX_ADDRESSES."""
+        self._check_room(url)
+        self._removed = {worker_id: removed for worker_id, removed in self._removed.items() if removed[1] != url}
+        self._follow(url, None, is_configured=True)
+        self._addresses[url].is_configured = True
+
+    def leave(self, worker: LinkedWorker) -> None:
+        """Nothing new is sent there, and once its link has ended it is not linked again, unless added or started anew."""
+        worker.is_leaving = True
+        self.ban(worker.peer.worker_id, worker.peer.incarnation, worker.address)
+        self.version += 1
+
+    def ban(self, worker_id: str, incarnation: int, url: str) -> None:
+        """Not to be linked."""
+        self._removed[WorkerId(worker_id)] = (Incarnation(incarnation), url)
+
+    def let_go(self, url: str) -> None:
+        """Close the link, if there is one, and forget the address. Idempotent."""
+        if (address := self._addresses.get(url)) is not None:
+            self._unfollow(address, "removed by an operator")
 
     async def close(self) -> None:
         """Close every link (workers cancel what this router had there) and stop reconnecting. Idempotent."""
@@ -223,9 +255,11 @@ class WorkerPool:
         ended: asyncio.Future[str] = loop.create_future()
 
         def on_closed(link: Link, reason: str) -> None:
-            self._link_ended(address, link, reason)
-            if not ended.done():
-                ended.set_result(reason)
+            try:
+                self._link_ended(address, link, reason)
+            finally:  # whatever a callback does, the address is tried again
+                if not ended.done():
+                    ended.set_result(reason)
 
         try:
             link = await open_link(address.url, self._settings.link, partial(self._frame_arrived, address), on_closed)
@@ -265,8 +299,11 @@ class WorkerPool:
         if not self._is_closing:
             self._metrics.count("pd_serve_lost_links_total")
             logger.warning("lost %s at %s: %s", worker.peer, address.url, reason)
+        self.prefixes.forget(worker.peer)
         self._export_workers()
         self.on_lost(worker.peer)
+        worker.lost()
+        self.breakers.forget(worker.peer)
         self._broadcast_peers()
         self.on_change()
 
@@ -286,10 +323,15 @@ class WorkerPool:
                 self._broadcast_peers()
             self.on_frame(worker.peer, frame)
             self.on_change()
+            worker.reported()
         elif isinstance(frame, PeerStatus):
             worker.peer_status = frame
             worker.joined = frozenset(state.peer for state in frame.states if state.joined)
             self.on_change()
+        elif isinstance(frame, CacheEvents):
+            if self.prefixes.apply(worker.peer, frame):
+                self._metrics.count("pd_serve_cache_event_gaps_total")
+                link.send(CacheSnapshot())
         elif isinstance(frame, Welcome):
             self._refuse(address, link, "sent a second Welcome")
         elif isinstance(frame, Step) and (problem := nonsense_in(frame, worker.welcome.vocab_size)):
@@ -310,6 +352,9 @@ class WorkerPool:
             address.refused = frame
             return
         peer = frame.info.peer
+        if self._removed.get(peer.worker_id, (None, ""))[0] == peer.incarnation:
+            self._refuse(address, link, f"{peer} was removed by an operator: add its address, or start it anew")
+            return
         twin = next((worker for worker in self._workers.values() if worker.peer.worker_id == peer.worker_id), None)
         if twin is not None:
             if twin.peer == peer:
@@ -320,6 +365,7 @@ class WorkerPool:
         load = Load(0, frame.info.role, True, _NO_BLOCKS, 0, 0, 0, 0, 0)  # draining: nothing is sent there before its first own Load
         address.refusal, address.refused, address.last_reason, address.expected, address.link = "", None, "", peer, link
         address.worker = self._workers[peer] = LinkedWorker(peer, address.url, link, frame, load, asyncio.get_running_loop().time())
+        self.prefixes.linked(peer, frame.info.layout.block_size)
         logger.info("linked to %s (%s) at %s", peer, frame.info.role.value, address.url)
         self._export_workers()
         self._broadcast_peers()
@@ -346,41 +392,3 @@ class WorkerPool:
 
 
 _NO_BLOCKS = BlockCounts(0, 0, 0, 0, 0)
-
-
-def _status(worker: LinkedWorker) -> WorkerStatus:
-    load, welcome = worker.load, worker.welcome
-    blocks = BlockStatus(
-        total=load.blocks.total,
-        free=load.blocks.free,
-        cached=load.blocks.cached,
-        leased=load.blocks.leased,
-        quarantined=load.blocks.quarantined,
-    )
-    peers = tuple(
-        PeerLaneStatus(
-            peer=str(state.peer),
-            joined=state.joined,
-            lane=state.lane,
-            one_sided=state.one_sided,
-            bandwidth_bytes_per_s=state.bandwidth,
-            detail=state.detail,
-        )
-        for state in worker.peer_status.states
-    )
-    return WorkerStatus(
-        id=worker.peer.worker_id,
-        role=load.role,
-        incarnation=worker.peer.incarnation,
-        address=worker.address,
-        pid=welcome.pid,
-        rank_pids=welcome.rank_pids,
-        ready=worker.is_available,
-        draining=load.draining and worker.has_reported,
-        blocks=blocks,
-        leases=load.leases,
-        running=load.running,
-        waiting=load.waiting,
-        prefill_queue_tokens=load.prefill_queue_tokens,
-        peers=peers,
-    )

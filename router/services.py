@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 import time
 from dataclasses import dataclass, field
 
@@ -11,11 +12,15 @@ from pd_serve.config import Config
 from pd_serve.ids import RouterId
 from pd_serve.observe import Metrics
 from router.admission import Admission, Limits, TextLimits, limits_of
+from router.cors import Cors
 from router.dispatcher import Dispatcher
+from router.fleet import FleetControl
+from router.grammars import GrammarChecks
 from router.occupancy import Occupancy
 from router.pool import WorkerPool
 from router.siblings import Siblings
 from router.tokenizer import TextCodec
+from router.tools.registry import OutputFormats
 
 
 @dataclass(slots=True)
@@ -26,18 +31,31 @@ class Services:
     max_model_len: int
     """Upper bound from the configuration or the model folder; 0: none."""
     codec: TextCodec
+    formats: OutputFormats
     metrics: Metrics
     admission: Admission
     pool: WorkerPool
     dispatcher: Dispatcher
     occupancy: Occupancy
+    grammars: GrammarChecks
+    cors: Cors | None = None
+    """None: no web page of another origin is served."""
     siblings: Siblings | None = None
     """The other processes of this router; None: it is one process."""
+    worker_tls: ssl.SSLContext | None = None
+    """For control calls to workers at https:// addresses; None: the system's authorities."""
+    fleet: FleetControl = field(init=False)
+    """Set at once, by fleet_start.py."""
     created: int = field(default_factory=lambda: int(time.time()))
     is_draining: bool = False
     _limits: Limits | None = None
     _limits_of: int = 0
     """Version of the pool they were made of."""
+
+    @property
+    def session_header(self) -> bytes:
+        """In lower case; empty: none is looked at."""
+        return self.config.routing.session_header.lower().encode()
 
     def limits(self) -> Limits:
         """Of the workers as they are; made anew when they change."""

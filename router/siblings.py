@@ -14,7 +14,18 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from pd_serve.protocol.control import RegisterWorker
-from pd_serve.protocol.siblings import Answer, Answers, Listening, Question, SiblingStream, Topic, WorkerRegistered
+from pd_serve.protocol.siblings import (
+    Answer,
+    Answers,
+    FleetChange,
+    Listening,
+    Question,
+    SiblingStream,
+    Topic,
+    WorkerAdded,
+    WorkerRegistered,
+    WorkerRemoved,
+)
 from router.occupancy import Occupancy, OwnOccupancy
 
 ANSWER_TIMEOUT_S = 3.0
@@ -27,10 +38,13 @@ class Place:
 
     occupancy: Occupancy = field(default_factory=OwnOccupancy)
     to_supervisor: socket.socket | None = None
+    index: int = 0
+    """What one process must do for all is done by the first."""
 
 
 class Siblings:
-    """run() while the process serves; what it is asked is answered by `answers`, what workers said to another is told to `on_worker`."""
+    """run() while the process serves; what it is asked is answered by `answers`, what workers and operators said to another is told to
+    `on_worker` and `on_fleet`."""
 
     def __init__(self, stream: SiblingStream) -> None:
         self._stream = stream
@@ -45,6 +59,10 @@ class Siblings:
         """A worker has registered here: the others shall know it."""
         self._stream.send(WorkerRegistered(worker.model_dump_json().encode()))
 
+    def fleet_changed(self, change: FleetChange) -> None:
+        """An operator has spoken to this process: the others shall do the same."""
+        self._stream.send(change)
+
     async def ask(self, topic: Topic) -> Answers:
         """Of all other processes. Those that do not answer in time are counted in `num_silent`, at least one if the supervisor does not."""
         question_id = next(self._ids)
@@ -57,7 +75,12 @@ class Siblings:
         finally:
             del self._asked[question_id]
 
-    async def run(self, answers: Mapping[Topic, Callable[[], bytes]], on_worker: Callable[[RegisterWorker], None]) -> None:
+    async def run(
+        self,
+        answers: Mapping[Topic, Callable[[], bytes]],
+        on_worker: Callable[[RegisterWorker], None],
+        on_fleet: Callable[[FleetChange], None],
+    ) -> None:
         """Until the supervisor's end closes. Raises ProtocolError."""
         async for frame in self._stream.frames():
             match frame:
@@ -66,6 +89,8 @@ class Siblings:
                         on_worker(RegisterWorker.model_validate_json(registration))
                     except ValidationError:
                         continue  # of another version of this program: it will register here as well
+                case WorkerAdded() | WorkerRemoved():
+                    on_fleet(frame)
                 case Question(question_id, topic):
                     self._stream.send(Answer(question_id, answers[topic]()))
                 case Answers(question_id):

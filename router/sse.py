@@ -13,7 +13,7 @@ from pd_serve.errors import PdServeError
 from pd_serve.protocol.openai import error_body
 from router.choice import Piece, chat_logprobs, completion_logprobs
 from router.tokenizer import TextCodec
-from router.whole import UsageCounts, usage_json
+from router.whole import UsageCounts, tail_json, usage_json
 
 DONE = b"data: [DONE]\n\n"
 
@@ -119,9 +119,10 @@ class CompletionEvents:
 
 def event_head(response_id: str, kind: str, created: int, model: str) -> bytes:
     """The beginning shared by all events of a stream, up to its choices."""
-    return b'data: {"id":%b,"object":%b,"created":%d,"model":%b,"system_fingerprint":null,' % (
+    return b'data: {"id":%b,"object":%b,"created":%d,"model":%b,%b' % (
         _json(response_id),
         _json(kind),
         created,
         _json(model),
+        tail_json(kind),
     )

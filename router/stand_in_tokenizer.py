@@ -13,12 +13,15 @@ from pathlib import Path
 
 from pd_serve.errors import ModelError
 from pd_serve.protocol.openai import Message
+from pd_serve.protocol.openai_tools import FunctionTool
+from router.chat_template import ChatTemplate
 
 _NUM_BYTES = 256
 
 
 class StandInTokenizer:
     max_token_chars = 1
+    chat_template: ChatTemplate | None = None
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = vocab_size
@@ -45,7 +48,9 @@ class StandInTokenizer:
     def decode(self, token_ids: tuple[int, ...]) -> str:
         return b"".join(map(self.token_bytes, token_ids)).decode("utf-8", "replace")
 
-    def render_chat(self, messages: tuple[Message, ...], template_kwargs: dict[str, bool | int | float | str]) -> str:
+    def render_chat(
+        self, messages: tuple[Message, ...], template_kwargs: dict[str, bool | int | float | str], tools: tuple[FunctionTool, ...] = ()
+    ) -> str:
         return "".join(f"{message.role}: {message.text}\n" for message in messages)
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -53,3 +58,6 @@ class StandInTokenizer:
 
     def text_bytes(self, token_id: int) -> bytes | None:
         return self.token_bytes(token_id)
+
+    def keeping(self, texts: tuple[str, ...]) -> StandInTokenizer:
+        return self

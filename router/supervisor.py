@@ -28,10 +28,23 @@ from pd_serve.child_process import die_with_parent
 from pd_serve.config import Config
 from pd_serve.errors import ProtocolError
 from pd_serve.protocol.control import RegisterWorker
-from pd_serve.protocol.siblings import Answer, Answers, Listening, Question, SiblingFrame, SiblingStream, Topic, WorkerRegistered
+from pd_serve.protocol.siblings import (
+    Answer,
+    Answers,
+    FleetChange,
+    Listening,
+    Question,
+    SiblingFrame,
+    SiblingStream,
+    Topic,
+    WorkerAdded,
+    WorkerRegistered,
+    WorkerRemoved,
+)
 from router.occupancy import SharedOccupancy, shared_block
 from router.pool import FORGET_AFTER_S
 from router.process_spec import ProcessSpec
+from router.tenants import num_cells
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +82,12 @@ class Supervisor:
         self._config = config
         self._command = command
         self._processes = [_Process(index) for index in range(config.router.processes)]
-        self._block = shared_block(len(self._processes))
-        self._occupancy = SharedOccupancy(self._block, 0, len(self._processes))
+        self._block = shared_block(len(self._processes), num_cells(config))
+        self._occupancy = SharedOccupancy(self._block, 0, len(self._processes), num_cells(config))
         self._registered: dict[str, tuple[bytes, float]] = {}
         """Last registration of each worker, and when."""
+        self._fleet_changes: dict[str, FleetChange] = {}
+        """The last one at each address."""
         self._asked: dict[int, _Asked] = {}
         self._ids = itertools.count(1)
         self._stopping = asyncio.Event()
@@ -170,6 +185,8 @@ class Supervisor:
         """A process that starts later than its workers registered."""
         now = asyncio.get_running_loop().time()
         self._registered = {name: seen for name, seen in self._registered.items() if now - seen[1] < FORGET_AFTER_S}
+        for change in self._fleet_changes.values():  # first: one that was removed and started anew has registered since
+            stream.send(change)
         for registration, _ in self._registered.values():
             stream.send(WorkerRegistered(registration))
 
@@ -192,9 +209,10 @@ class Supervisor:
             case WorkerRegistered(registration):
                 worker_id = RegisterWorker.model_validate_json(registration).worker_id
                 self._registered[worker_id] = (registration, asyncio.get_running_loop().time())
-                for other in self._processes:
-                    if other is not entry and other.stream is not None:
-                        other.stream.send(frame)
+                self._tell_others(entry, frame)
+            case WorkerAdded() | WorkerRemoved():
+                self._fleet_changes[frame.address] = frame
+                self._tell_others(entry, frame)
             case Question(question_id, topic):
                 self._pass_on(entry, _Asked(stream, question_id, set()), topic)
             case Answer(question_id, data):
@@ -203,6 +221,11 @@ class Supervisor:
                     self._heard(question_id, asked, entry.index, data)
             case Answers():
                 return  # ours alone to say
+
+    def _tell_others(self, entry: _Process, frame: SiblingFrame) -> None:
+        for other in self._processes:
+            if other is not entry and other.stream is not None:
+                other.stream.send(frame)
 
     def _pass_on(self, entry: _Process, asked: _Asked, topic: Topic) -> None:
         """To every other process that takes requests."""

@@ -1,23 +1,21 @@
-"""Text to tokens and back: the only place that knows the tokenizer and the chat template. Called by the API and by the text of choices.
+"""Text to tokens and back: the only place that knows the tokenizer. Called by the API and by the text of choices.
 
 Reads `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja` of a model folder with the `tokenizers` library, which (unlike
-transformers) does not import torch. The chat template is rendered as transformers does it, in jinja2's sandbox.
+transformers) does not import torch.
 """
 
 from __future__ import annotations
 
 import json
-from datetime import datetime
 from pathlib import Path
 from typing import Protocol
 
-from jinja2 import Template, TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer, decoders
 
 from pd_serve.errors import InvalidRequestError, ModelError
 from pd_serve.protocol.openai import Message
+from pd_serve.protocol.openai_tools import FunctionTool
+from router.chat_template import ChatTemplate
 
 TOKENIZER_NAME = "tokenizer.json"
 
@@ -41,8 +39,13 @@ class TextCodec(Protocol):
         """Without special tokens."""
         ...
 
-    def render_chat(self, messages: tuple[Message, ...], template_kwargs: dict[str, bool | int | float | str]) -> str:
-        """Raises InvalidRequestError when the template refuses the messages, ModelError when the model has no template."""
+    @property
+    def chat_template(self) -> ChatTemplate | None: ...
+
+    def render_chat(
+        self, messages: tuple[Message, ...], template_kwargs: dict[str, bool | int | float | str], tools: tuple[FunctionTool, ...] = ()
+    ) -> str:
+        """Raises InvalidRequestError when the template refuses the messages, or the model has none."""
         ...
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -51,6 +54,10 @@ class TextCodec(Protocol):
 
     def text_bytes(self, token_id: int) -> bytes | None:
         """Bytes a token adds to the text (none for a special token), or None when that depends on its neighbours."""
+        ...
+
+    def keeping(self, texts: tuple[str, ...]) -> TextCodec:
+        """The same, except that these special tokens are part of the text; all that are not special tokens here change nothing."""
         ...
 
 
@@ -71,8 +78,7 @@ class FolderTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         config = _read_json(folder / "tokenizer_config.json")
-        self._special_tokens = _special_tokens(config)
-        self._chat_template = _compiled(_chat_template(folder, config))
+        self.chat_template = _chat_template(folder, config)
         self._is_byte_level = isinstance(self._tokenizer.decoder, decoders.ByteLevel)
         self._pieces = _Pieces(self._tokenizer)
         self._text_bytes: dict[int, bytes] = {}
@@ -90,15 +96,12 @@ class FolderTokenizer:
     def decode(self, token_ids: tuple[int, ...]) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
-    def render_chat(self, messages: tuple[Message, ...], template_kwargs: dict[str, bool | int | float | str]) -> str:
-        if self._chat_template is None:
+    def render_chat(
+        self, messages: tuple[Message, ...], template_kwargs: dict[str, bool | int | float | str], tools: tuple[FunctionTool, ...] = ()
+    ) -> str:
+        if self.chat_template is None:
             raise InvalidRequestError("this model has no chat template; use /v1/completions", "messages")
-        plain = [_plain(message) for message in messages]
-        variables = {**self._special_tokens, "tools": None, "documents": None, "add_generation_prompt": True, **template_kwargs}
-        try:
-            return str(self._chat_template.render(messages=plain, **variables))
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, MemoryError) as error:
-            raise InvalidRequestError(f"the model's chat template refuses these messages: {error}", "messages") from error
+        return self.chat_template.render(messages, tools, template_kwargs)
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._pieces.token_bytes(token_id, self._is_byte_level)
@@ -111,6 +114,40 @@ class FolderTokenizer:
             found = b"" if self._pieces.is_special(token_id) else self._pieces.token_bytes(token_id, True)
             self._text_bytes[token_id] = found
         return found
+
+    def keeping(self, texts: tuple[str, ...]) -> TextCodec:
+        ids = [(self._tokenizer.token_to_id(text), text.encode()) for text in texts]
+        kept = {token_id: data for token_id, data in ids if token_id is not None and self._pieces.is_special(token_id)}
+        return _Keeping(self, self._tokenizer, kept) if kept else self
+
+    def is_special(self, token_id: int) -> bool:
+        return self._pieces.is_special(token_id)
+
+
+class _Keeping:
+    """A FolderTokenizer for which some special tokens are text."""
+
+    def __init__(self, codec: FolderTokenizer, tokenizer: Tokenizer, kept: dict[int, bytes]) -> None:
+        self._codec = codec
+        self._tokenizer = tokenizer
+        self._kept = kept
+        self.vocab_size = codec.vocab_size
+        self.max_token_chars = codec.max_token_chars
+        self.chat_template = codec.chat_template
+        self.encode, self.render_chat, self.token_bytes = codec.encode, codec.render_chat, codec.token_bytes
+
+    def decode(self, token_ids: tuple[int, ...]) -> str:
+        shown = [token_id for token_id in token_ids if token_id in self._kept or not self._codec.is_special(token_id)]
+        return str(self._tokenizer.decode(shown, skip_special_tokens=False))
+
+    def text_bytes(self, token_id: int) -> bytes | None:
+        kept = self._kept.get(token_id)
+        if kept is not None and self._codec.text_bytes(token_id) is not None:
+            return kept
+        return self._codec.text_bytes(token_id)
+
+    def keeping(self, texts: tuple[str, ...]) -> TextCodec:
+        return self._codec.keeping(texts)
 
 
 class _Pieces:
@@ -155,39 +192,6 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
-def _compiled(source: str | None) -> Template | None:
-    if source is None:
-        return None
-    try:
-        return _environment().from_string(source)
-    except TemplateError as error:
-        raise ModelError(f"damaged chat template: {error}") from error
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(value: object, ensure_ascii: bool = False, indent: int | None = None) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    return environment
-
-
-def _plain(message: Message) -> dict[str, str]:
-    plain = {"role": message.role, "content": message.text}
-    if message.name is not None:
-        plain["name"] = message.name
-    if message.tool_call_id is not None:
-        plain["tool_call_id"] = message.tool_call_id
-    return plain
-
-
 def _read_json(path: Path) -> dict[str, object]:
     if not path.is_file():
         return {}
@@ -210,13 +214,15 @@ def _special_tokens(config: dict[str, object]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template(folder: Path, config: dict[str, object]) -> str | None:
+def _chat_template(folder: Path, config: dict[str, object]) -> ChatTemplate | None:
     """From the file of its own, else from the configuration (a text, or a list of named ones)."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template")
+        return ChatTemplate(path.read_text(encoding="utf-8"), None, _special_tokens(config))
+    template, tool_template = config.get("chat_template"), None
     if isinstance(template, list):
         named = {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        template, tool_template = named.get("default"), named.get("tool_use")
+    if not isinstance(template, str):
+        return None
+    return ChatTemplate(template, tool_template if isinstance(tool_template, str) else None, _special_tokens(config))

@@ -17,6 +17,7 @@ from pd_serve.cli.app import app
 from pd_serve.config import Config
 from pd_serve.config_sources import env_name
 from pd_serve.observe import METRICS, Side
+from tests.docs_fields import fields_table
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 _MARK = re.compile(r"<!-- from the code: (\w+) -->\n(.*?)<!-- end -->\n", re.DOTALL)
@@ -74,6 +75,7 @@ TABLES: dict[str, tuple[str, Callable[[], str]]] = {
     "settings": ("configuration.md", settings_tables),
     "metrics": ("metrics.md", metrics_table),
     "commands": ("cli.md", commands_reference),
+    "fields": ("api.md", fields_table),
 }
 
 

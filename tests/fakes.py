@@ -94,15 +94,18 @@ def sampling(max_tokens: int = 4) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0.0)
 
 
-def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE) -> Path:
-    """A byte-level tokenizer with a chat template: id 0 ends, 1 and 2 are special, 3 is ` token`, 4 + b is the byte b."""
+def write_tokenizer(folder: Path, chat_template: str | None = CHAT_TEMPLATE, special_tokens: tuple[str, ...] = ()) -> Path:
+    """A byte-level tokenizer with a chat template: id 0 ends, 1 and 2 are special, 3 is ` token`, 4 + b is the byte b.
+
+    `special_tokens`: more of them, with ids from VOCAB_SIZE on.
+    """
     alphabet = _byte_alphabet()
     vocab = {"<|im_end|>": 0, "<|im_start|>": 1, "<pad>": 2, "\u0120token": 3}
     vocab.update({alphabet[value]: 4 + value for value in range(256)})
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<|im_end|>", "<|im_start|>", "<pad>"])
+    tokenizer.add_special_tokens(["<|im_end|>", "<|im_start|>", "<pad>", *special_tokens])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, object] = {"eos_token": "<|im_end|>", "bos_token": {"content": "<|im_start|>"}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ import msgspec
 from starlette.types import Receive, Scope, Send
 
 from pd_serve.ids import AttemptId, Epoch, LeaseId
+from pd_serve.protocol.control import WORKER_TRACES_PATH
 from pd_serve.protocol.link import (
     BlockCounts,
     Cancel,
@@ -86,6 +88,12 @@ class MockWorker:
     board: Board = field(default_factory=Board)
     blocks: BlockCounts | None = None
     received: list[RouterFrame] = field(default_factory=list)
+    received_at: list[float] = field(default_factory=list)
+    """Monotonic seconds, of each."""
+    traces: Callable[[MockWorker], bytes] | None = None
+    """What it answers to GET /control/traces; None: 404."""
+    control_headers: list[dict[str, str]] = field(default_factory=list)
+    """Of each control call."""
     open_attempts: set[int] = field(default_factory=set)
     is_silent: bool = False
     is_draining: bool = False
@@ -124,8 +132,10 @@ class MockWorker:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "websocket":
-            await send({"type": "http.response.start", "status": 404, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+            self.control_headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
+            body = self.traces(self) if self.traces is not None and scope["path"] == WORKER_TRACES_PATH else None
+            await send({"type": "http.response.start", "status": 404 if body is None else 200, "headers": []})
+            await send({"type": "http.response.body", "body": body or b""})
             return
         self.headers = {name.decode(): value.decode() for name, value in scope["headers"]}
         await receive()
@@ -163,6 +173,7 @@ class MockWorker:
 
     def _handle(self, frame: RouterFrame) -> None:
         self.received.append(frame)
+        self.received_at.append(time.monotonic())
         match frame:
             case Peers(peers=peers):
                 mine = self.info.info.peer

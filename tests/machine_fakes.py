@@ -92,9 +92,9 @@ class Worker:
         """Open with a writer, and let the window open."""
         return self.do(WindowOpened(only(OpenWindow, self.frame(frame)).window.lease_id))
 
-    def finish_step(self, batch: Batch, token_id: int) -> tuple[Action, ...]:
+    def finish_step(self, batch: Batch, token_id: int, is_cut: bool = False) -> tuple[Action, ...]:
         """Every entry that samples gets `token_id`. What the machine answers, and the completions that go out with the step."""
-        sampled = tuple(SampledToken(entry.attempt_id, token_id, None) for entry in batch.entries if entry.sample is not None)
+        sampled = tuple(SampledToken(entry.attempt_id, token_id, None, is_cut) for entry in batch.entries if entry.sample is not None)
         result = StepResult(batch.step_id, sampled, self.now, self.now)
         completions = self._completions.take(result)
         return (*self.do(StepDone(result)), *completions)

@@ -84,14 +84,14 @@ MUTATIONS: dict[str, Mutation] = {
         _CLASSES + "test_no_worker_hears_of_a_prompt_too_long_for_any_of_them",
     ),
     "prompt-alone-must-fit": Mutation(
-        "router/policy/base.py",
+        "router/policy/candidates.py",
         "return demand.num_tokens + demand.max_new_tokens <= worker.max_model_len and",
         "return demand.num_tokens < worker.max_model_len and",
         _ROUTER + "test_routing.py::test_prefill_worker_that_came_later_and_takes_less_is_no_candidate",
     ),
     "too-long-for-ever-first": Mutation(
-        "router/dispatcher.py",
-        "if self._settle_length(generation, views):",
+        "router/assignment.py",
+        "if settle(generation, views):",
         "if False:",
         _ROUTER + "test_failures.py::test_request_without_a_budget_that_came_before_any_worker_is_served_and_holds_up_nobody",
     ),
@@ -138,7 +138,7 @@ MUTATIONS: dict[str, Mutation] = {
         _CLASSES + "test_running_decodes_outlive_every_prefill_worker",
     ),
     "no-prefill-no-service": Mutation(
-        "router/policy/base.py",
+        "router/policy/candidates.py",
         'return "no_prefill_worker"',
         'return ""',
         _CLASSES + "test_running_decodes_outlive_every_prefill_worker",
@@ -268,14 +268,14 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "new-worker-looks-empty": Mutation(
         "router/load.py",
-        "self._worker(decode).decode.add(key, num_tokens)",
+        "self._changed(decode).decode.add(key, num_tokens)",
         "pass",
         _ROUTER + "test_routing.py::test_new_empty_worker_is_not_flooded",
     ),
     "busy-is-busy": Mutation(
         "router/policy/least_tokens.py",
-        "return computing.prefill_backlog_tokens, decode",
-        "return int(computing.prefill_backlog_tokens > 0), decode",
+        "return (worker.load(self._leg),)",
+        "return (int(worker.load(self._leg) > 0),)",
         _ROUTER + "test_routing.py::test_burst_spreads_by_tokens_before_any_report",
     ),
     "load-of-prompts-unseen": Mutation(

@@ -128,7 +128,7 @@ BOUNDS: dict[str, Mutation] = {
     ),
     "chat-bounded-after-rendering": Mutation(
         "router/api/chat.py",
-        'limits.check_text(sum(len(message.text) for message in request.messages), "messages")',
+        'limits.check_text(num_chars, "messages")',
         "pass",
         _ROUTER + "test_hostile_clients.py::test_a_long_chat_is_not_even_rendered",
     ),

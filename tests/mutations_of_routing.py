@@ -8,14 +8,14 @@ _ROUTER = "tests/unit/router/"
 
 ROUTING: dict[str, Mutation] = {
     "hot-worker-ends-affinity": Mutation(
-        "router/policy/base.py",
-        "beside = [worker for worker in decodes if worker.peer == demand.beside]",
-        "beside = [d for d in decodes if d.peer == demand.beside and all(_can_hold(demand, w, settings) for w in workers if w.can_decode)]",
+        "router/policy/candidates.py",
+        "beside = [worker for worker in self.decodes if worker.peer == demand.beside]",
+        "beside = [d for d in self.decodes if d.peer == demand.beside and all(_can_hold(demand, w, settings) for w in workers[1:])]",
         _ROUTER + "test_routing.py::test_one_hot_worker_does_not_end_affinity",
     ),
     "hot-worker-is-stuck-to": Mutation(
-        "router/policy/base.py",
-        "beside = [worker for worker in decodes if worker.peer == demand.beside]",
+        "router/policy/candidates.py",
+        "beside = [worker for worker in self.decodes if worker.peer == demand.beside]",
         "beside = [worker for worker in workers if worker.peer == demand.beside]",
         _ROUTER + "test_routing.py::test_one_hot_worker_does_not_end_affinity",
     ),

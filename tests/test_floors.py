@@ -34,6 +34,7 @@ ROOMS: tuple[tuple[str, str, int], ...] = (
     ("pd_serve.protocol*", "protocol", 2),
     ("pd_serve.model_store*", "model_store", 2),
     ("pd_serve.kv*", "kv", 1),
+    ("pd_serve.grammar*", "grammar", 1),
     ("pd_serve*", "ground", 0),
 )
 # Within a worker: the machine composes the roles, and the layout of KV is a word of the protocol.
@@ -57,6 +58,7 @@ FRONT = "workers.front*"
 HOMES: dict[str, tuple[str, ...]] = {
     "torch": ("pd_serve.engine*", "workers*"),
     "transformers": ("router.tokenizer", "pd_serve.engine*", "pd_serve.model_store*"),
+    "opentelemetry": ("router.otel",),
     "fastapi": ("router*", "workers.front*"),
     "starlette": ("router*", "workers.front*"),
     "uvicorn": ("router.main", "workers.front", "pd_serve.protocol.server"),
@@ -70,7 +72,8 @@ HOMES: dict[str, tuple[str, ...]] = {
     "rich": ("pd_serve.cli*", "pd_serve.bench.progress"),
     "aiohttp": ("pd_serve.bench.client",),
     "matplotlib": ("pd_serve.bench.plots*",),
-    "jinja2": ("pd_serve.bench.report", "router.tokenizer"),
+    "llguidance": ("pd_serve.grammar.*",),
+    "jinja2": ("pd_serve.bench.report", "router.chat_template"),
 }
 HEAVY_FOR_PURE = ("torch", "transformers", "asyncio", "threading", "socket", "time", "random")
 NEVER = ("pickle", "marshal", "shelve")

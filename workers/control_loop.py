@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pd_serve.clock import Clock
-from pd_serve.engine.batch import Batch, Phase, StepResult
+from pd_serve.engine.batch import Batch, Phase, StepResult, without_grammars
 from pd_serve.errors import ProtocolError
 from pd_serve.protocol.link import (
     Drain,
@@ -29,6 +29,8 @@ from pd_serve.protocol.link import (
     LinkDown,
     LinkUp,
     Load,
+    Open,
+    Prefill,
     Report,
     Sample,
     SetRole,
@@ -37,6 +39,7 @@ from pd_serve.protocol.link import (
 )
 from pd_serve.protocol.traces import Traces
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
+from workers.attempt_log import AttemptLog
 from workers.attempt_traces import AttemptTraces
 from workers.engine_thread import EngineFailed, EngineThread
 from workers.events import (
@@ -110,11 +113,13 @@ class ControlLoop:
         self._transport = parts.transport
         self._group = parts.group
         self._followers = parts.followers
+        self._engine = parts.engine
         self._step = StepThreads(parts.engine, parts.transport, parts.push_nbytes)
         self._report_interval_s = report_interval_s
         self._clock = clock
         self._samples = SampleBuffer()
         self._attempts = AttemptTraces(parts.num_traces)
+        self._attempt_log = AttemptLog()
         self._report_at = clock.now()
         self._was_idle = True
         self._running: Batch | None = None
@@ -237,6 +242,8 @@ class ControlLoop:
     def _on_frame(self, frame: FrontFrame) -> None:
         match frame:
             case FromRouter(link_id, inner):
+                if isinstance(inner, Open | Prefill) and inner.sampling.grammar is not None:
+                    self._engine.expect(inner.sampling.grammar)
                 self._handle(FrameReceived(link_id, inner))
             case LinkUp(link_id, router_id):
                 self._handle(LinkOpened(link_id, router_id))
@@ -245,8 +252,8 @@ class ControlLoop:
             case Drain(deadline_s):
                 self._handle(DrainRequested(deadline_s))
                 self._report_at = self._clock.now()
-            case SetRole(role):
-                self._handle(RoleSet(role))
+            case SetRole(role, deadline_s):
+                self._handle(RoleSet(role, deadline_s))
                 self._report_at = self._clock.now()
             case GetTrace(limit):
                 self._front.send(Traces(self._transport.recent_traces(limit), self._attempts.recent(limit)))
@@ -261,6 +268,7 @@ class ControlLoop:
         # First what others wait for: an idle processor has all of this to fetch from memory.
         self._carry_out(actions)
         self._attempts.observe(event, actions, now)
+        self._attempt_log.observe(event, actions)
 
     def _carry_out(self, actions: Iterable[Action]) -> None:
         """In order, but a step that does not concern the transport first: until its batch has reached the engine thread, this one still has
@@ -290,7 +298,7 @@ class ControlLoop:
 
     def _run(self, step: RunBatch) -> None:
         for follower in self._followers:
-            follower.send(RunStep(step.batch, self._group.pushes(follower.rank, step.pushes)))
+            follower.send(RunStep(without_grammars(step.batch), self._group.pushes(follower.rank, step.pushes)))
             follower.flush()
         self._step.begin(step.batch, self._group.pushes(0, step.pushes), self._group.completions(step.completions))
         self._running = step.batch

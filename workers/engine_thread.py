@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 from pd_serve.clock import Clock
 from pd_serve.engine.batch import Batch, StepResult
+from pd_serve.grammar.base import Grammar
 from workers.events import StepDone, StepFailed
 from workers.transport_commands import LayerReady, StepSampled
 
@@ -79,6 +80,7 @@ class EngineThread:
         self._post = post
         self._clock = clock
         self._queue: SimpleQueue[_Step | _Call | _Serve | None] = SimpleQueue()
+        self._prepare: Callable[[Grammar], None] | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
@@ -97,9 +99,15 @@ class EngineThread:
         self._queue.put(_Call(run))
         return future
 
-    def serve(self, runner: Runner, hook: LayerHook) -> None:
-        """From now on `run` computes with this runner."""
+    def serve(self, runner: Runner, hook: LayerHook, prepare: Callable[[Grammar], None] | None = None) -> None:
+        """From now on `run` computes with this runner. `prepare`: what `expect` calls."""
+        self._prepare = prepare
         self._queue.put(_Serve(runner, hook))
+
+    def expect(self, grammar: Grammar) -> None:
+        """An attempt that must keep to it has come: it may be made ready before its first step. On the caller's thread; takes no time."""
+        if self._prepare is not None:
+            self._prepare(grammar)
 
     def run(self, batch: Batch, push_after: frozenset[int] = frozenset(), has_completions: bool = False) -> None:
         """Compute a step; after each of those layers a LayerReady is submitted, of it and of those since the one before, all of them before

@@ -18,6 +18,7 @@ What the executor of the actions must keep:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
@@ -115,6 +116,8 @@ class DrainRequested:
 @dataclass(frozen=True, slots=True)
 class RoleSet:
     role: Role
+    deadline_s: float = inf
+    """Seconds from now after which what runs in the old role is failed, to be moved."""
 
 
 @dataclass(frozen=True, slots=True)

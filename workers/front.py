@@ -275,8 +275,9 @@ class Front:
         self.view.draining = True
         self._drain_asked.set()
 
-    def set_role(self, role: Role) -> None:
-        self._rank.send(SetRole(role))
+    def set_role(self, role: Role, deadline_s: float) -> None:
+        _log.info("role %s -> %s; what runs in the old one has %g s", self.view.load.role.value, role.value, deadline_s)
+        self._rank.send(SetRole(role, deadline_s))
 
     async def traces(self, limit: int) -> Traces:
         if self.view.not_ready:
@@ -368,4 +369,4 @@ def _rank_env(config: Config) -> dict[str, str]:
 
 
 def _secrets(config: Config) -> tuple[str, ...]:
-    return (config.security.cluster_secret, *config.security.api_keys)
+    return (config.security.cluster_secret, *config.security.client_keys)

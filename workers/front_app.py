@@ -74,7 +74,9 @@ class FrontControl(Protocol):
 
     def drain(self, deadline_s: float) -> None: ...
 
-    def set_role(self, role: Role) -> None: ...
+    def set_role(self, role: Role, deadline_s: float) -> None:
+        """At once; what runs in the old role has until the deadline."""
+        ...
 
     async def traces(self, limit: int) -> Traces:
         """Raises UnavailableError when the rank does not answer."""
@@ -129,7 +131,7 @@ def build_app(front: FrontControl, cluster_secret: str) -> FastAPI:
     async def role(body: RoleRequest) -> WorkerStatus:
         if view.welcome is None:
             raise UnavailableError("the model is loading")
-        front.set_role(body.role)
+        front.set_role(body.role, body.deadline_s)
         return view.status()
 
     @app.get(WORKER_TRACES_PATH, responses=_REFUSALS)

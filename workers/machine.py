@@ -10,6 +10,7 @@ next_deadline(). `now` is monotonic seconds and never goes back.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from typing import assert_never
 
 import msgspec
@@ -19,6 +20,7 @@ from pd_serve.engine.sequence import Sequence, SequenceKind
 from pd_serve.ids import Epoch, LinkId
 from pd_serve.kv.block_pool import BlockPool
 from pd_serve.kv.lease import LeaseTable
+from pd_serve.protocol.cache_events import CacheSnapshot
 from pd_serve.protocol.link import (
     BlockCounts,
     Cancel,
@@ -35,10 +37,12 @@ from pd_serve.protocol.link import (
     Prefill,
     RefusalReason,
     Refused,
+    Role,
     RouterFrame,
 )
 from pd_serve.protocol.notify import Abandon, Completed, Quiesced
 from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefused
+from workers.cache_feed import CacheFeed
 from workers.decode.machine import DecodeMachine
 from workers.events import (
     Action,
@@ -83,9 +87,12 @@ class WorkerMachine:
         self.peers = PeerTable(settings.info, settings.rejoin_after_s)
         self._role = settings.info.role
         self._links: dict[LinkId, None] = {}
+        self._cache_feed = CacheFeed(self.pool.prefixes)
         self._next_step_id = 1
         self._drain_at: float | None = None
         self._is_drain_over = False
+        self._role_ends_at: float | None = None
+        """When what runs here in the role before this one is failed."""
         self._reported_peers: tuple[PeerState, ...] = ()
         self._reported_load: Load | None = None
         self._load_seq = 0
@@ -108,6 +115,7 @@ class WorkerMachine:
         times = [self.decode.next_deadline(), self.prefill.next_deadline(), self.peers.next_deadline()]
         if self._drain_at is not None and not self._is_drain_over:
             times.append(self._drain_at)
+        times.append(self._role_ends_at)
         if self._links:
             period = self._settings.load_interval_s if self._load_changed else self._settings.heartbeat_s
             times.append(self._load_sent_at + period)
@@ -148,10 +156,12 @@ class WorkerMachine:
         match event:
             case LinkOpened(link_id):
                 self._links[link_id] = None
+                self._cache_feed.opened(link_id)
                 self._reported_load = None
                 return [SendFrame(link_id, PeerStatus(self.peers.states()))]
             case LinkClosed(link_id):
                 self._links.pop(link_id, None)
+                self._cache_feed.closed(link_id)
                 self.peers.link_closed(link_id)
                 return self.decode.on_link_closed(link_id, now) + self.prefill.on_link_closed(link_id, now)
             case FrameReceived(link_id, frame):
@@ -182,9 +192,8 @@ class WorkerMachine:
             case DrainRequested(deadline_s):
                 self._drain_at = now + deadline_s
                 return []
-            case RoleSet(role):
-                self._role = role
-                return []
+            case RoleSet(role, deadline_s):
+                return self._set_role(role, now + deadline_s)
             case Tick():
                 return self._on_tick(now)
         assert_never(event)
@@ -212,6 +221,9 @@ class WorkerMachine:
                 return []
             case Ping(nonce):
                 return [SendFrame(link_id, Pong(nonce))]
+            case CacheSnapshot():
+                self._cache_feed.asked(link_id)
+                return []
         assert_never(frame)
 
     def _on_report(self, report: PeerJoined | PeerRefused | PeerLost | PeerFenced, now: float) -> list[Action]:
@@ -236,8 +248,21 @@ class WorkerMachine:
                 return self.prefill.on_abandon(peer, notice, now)
         assert_never(notice)
 
+    def _set_role(self, role: Role, ends_at: float) -> list[Action]:
+        """Both phases can always be served here, so the new role's work is taken at once: routers only have to hear of it, without the
+        wait that other loads have. Work of a phase that the new role lacks goes on until the deadline."""
+        if role is not self._role:
+            self._role = role
+            self._reported_load = None
+            self._role_ends_at = None if role is Role.BOTH or ends_at == inf else ends_at
+        return []
+
     def _on_tick(self, now: float) -> list[Action]:
         actions = self.decode.on_tick(now)
+        if self._role_ends_at is not None and now >= self._role_ends_at:
+            self._role_ends_at = None
+            leaving = self.decode if self._role is Role.PREFILL else self.prefill
+            actions += leaving.on_drain_deadline(now)
         if self._drain_at is not None and not self._is_drain_over and now >= self._drain_at:
             self._is_drain_over = True
             actions += self.decode.on_drain_deadline(now) + self.prefill.on_drain_deadline(now)
@@ -278,19 +303,20 @@ class WorkerMachine:
         return actions
 
     def _report_load(self, now: float) -> list[Action]:
-        """At most every load_interval_s, only what is new; at least every heartbeat_s."""
+        """At most every load_interval_s, only what is new, of the prefix cache too; at least every heartbeat_s."""
         is_due = now >= self._load_sent_at + self._settings.heartbeat_s or self._reported_load is None
         may_send = self._load_changed and now >= self._load_sent_at + self._settings.load_interval_s
         if not self._links or not (is_due or may_send):
             return []
-        self._load_changed = False
+        events: list[Action] = [*self._cache_feed.frames()]
+        self._load_changed = self._cache_feed.is_behind
         load = self.load()
-        if load == self._reported_load and not is_due:
+        if load == self._reported_load and not is_due and not events:
             return []
         self._load_seq += 1
         self._reported_load = msgspec.structs.replace(load, seq=self._load_seq)
         self._load_sent_at = now
-        return [SendFrame(link_id, self._reported_load) for link_id in self._links]
+        return [SendFrame(link_id, self._reported_load) for link_id in self._links] + events
 
 
 def _split(sequences: tuple[Sequence, ...]) -> tuple[list[Sequence], list[Sequence]]:

@@ -143,6 +143,7 @@ class Rank:
             heartbeat_s=config.worker.report_interval_s,
             max_packing_nbytes=config.transport.staging_slot_bytes,
             num_idle_blocks=plan.num_idle_blocks,
+            has_grammars=plan.has_grammars,
         )
         scheduler = SchedulerSettings(
             max_batch_tokens=config.engine.max_batch_tokens,

@@ -98,7 +98,8 @@ def open_rank(spec: RankSpec, post: Callable[[RankMessage], None]) -> OpenRank:
     )
     transport.submit(_packer(plan, config, runner))
     events = runner.layer_events
-    engine.serve(runner, LayerHook(transport.submit, None if events is None else events.wait))
+    prepare = None if runner.grammars is None else runner.grammars.prepare
+    engine.serve(runner, LayerHook(transport.submit, None if events is None else events.wait), prepare)
     # What lives from here on until the end would only be looked through again by every collection.
     gc.collect()
     gc.freeze()
@@ -107,7 +108,7 @@ def open_rank(spec: RankSpec, post: Callable[[RankMessage], None]) -> OpenRank:
 
 def secrets_of(config: Config) -> tuple[str, ...]:
     """What no log may show."""
-    return (config.security.cluster_secret, *config.security.api_keys)
+    return (config.security.cluster_secret, *config.security.client_keys)
 
 
 def _open_group(spec: RankSpec) -> Collective:

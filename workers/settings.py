@@ -8,6 +8,7 @@ from pd_serve.ids import PeerId
 from pd_serve.kv.layout import KVLayout
 from pd_serve.kv.routes import Route, plan_routes
 from pd_serve.protocol.link import PeerInfo
+from pd_serve.protocol.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,14 @@ class MachineSettings:
     """Packed bytes of one layer that are staged together."""
     num_idle_blocks: int = 0
     """The pool's last blocks, which no sequence gets: the engine's own (EnginePlan)."""
+    has_grammars: bool = True
+    """Answers can be made to keep to a grammar (EnginePlan)."""
+
+    def problem_of(self, sampling: SamplingParams) -> str:
+        """Why no token can be sampled by these here; empty when one can."""
+        if sampling.grammar is not None and not self.has_grammars:
+            return "this worker's model folder has no tokenizer.json, or names no end-of-sequence token: no grammar can be followed"
+        return sampling.problem(self.vocab_size)
 
     @property
     def self_id(self) -> PeerId:

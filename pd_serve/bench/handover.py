@@ -22,7 +22,7 @@ from pd_serve.bench.cluster import ClusterSpec
 from pd_serve.bench.cores import CoreShare
 from pd_serve.bench.errors import BenchError
 from pd_serve.bench.machine import MachineWatch
-from pd_serve.bench.passage import Passage, Told, figures_of, median_phases, passages_of, typical
+from pd_serve.bench.passage import Passage, figures_of, median_phases, passages_of, typical
 from pd_serve.bench.plots_handover import layers, medians, waterfall
 from pd_serve.bench.progress import Bars
 from pd_serve.bench.records import RequestPlan, RequestRecord
@@ -30,6 +30,7 @@ from pd_serve.bench.report import write_picture
 from pd_serve.bench.results import ArmResult, Described, Result, Scalar, new_result, now_iso, write_records, write_result
 from pd_serve.bench.statistics import percentile, ttft
 from pd_serve.protocol.control import REQUESTS_PATH, WORKER_TRACES_PATH, RecentRequests
+from pd_serve.protocol.worker_traces import Told
 
 DISAGGREGATED, ALONE = "disaggregated", "colocated"
 DEFAULT_LENGTHS = (128, 512, 2048)

@@ -16,68 +16,11 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from pd_serve.bench.errors import BenchError
 from pd_serve.bench.records import RequestRecord
 from pd_serve.bench.statistics import percentile
 from pd_serve.protocol.control import RequestTimeline
-
-
-class LayerPush(msgspec.Struct, frozen=True):
-    """Seconds after `Transfer.origin_s`."""
-
-    chunk: int
-    layer: int
-    kv_written_s: float
-    push_start_s: float
-    push_end_s: float
-    nbytes: int
-
-
-class Transfer(msgspec.Struct, frozen=True):
-    """As GET /control/traces of a prefill worker tells of it (protocol/traces.py)."""
-
-    attempt_id: int
-    num_tokens: int
-    compute_end_s: float
-    flushed_s: float
-    lane: str
-    overlap_ratio: float
-    layers: tuple[LayerPush, ...]
-    origin_s: float
-
-    @property
-    def exposed_s(self) -> float:
-        """From the end of compute to the answer of the last flush: what the transfer adds to the request."""
-        return max(0.0, self.flushed_s - self.compute_end_s)
-
-    @property
-    def layer_compute_s(self) -> float:
-        """Compute of one layer of the last chunk, mean."""
-        last = max(layer.chunk for layer in self.layers)
-        written = [layer.kv_written_s for layer in self.layers if layer.chunk == last]
-        return (self.compute_end_s - min(written)) / len(set(written))
-
-
-class Leg(msgspec.Struct, frozen=True):
-    """One leg of an attempt, moments."""
-
-    attempt_id: int
-    is_prefill_leg: bool
-    received_s: float
-    reserved_s: float | None
-    record_s: float | None
-    step_started_s: float | None
-    step_ended_s: float | None
-
-
-class Told(msgspec.Struct, frozen=True):
-    """What one worker tells."""
-
-    host: str
-    traces: tuple[Transfer, ...]
-    attempts: tuple[Leg, ...]
+from pd_serve.protocol.worker_traces import Leg, Told, Transfer
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from pd_serve.bench.passage import COMPUTE, FIRST_STEP, Passage, Transfer
+from pd_serve.bench.passage import COMPUTE, FIRST_STEP, Passage
 from pd_serve.bench.plots import COLORS, png
+from pd_serve.protocol.worker_traces import Transfer
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

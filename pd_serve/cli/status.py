@@ -120,6 +120,9 @@ def _role(worker: WorkerStatus) -> str:
 def _state(worker: WorkerStatus) -> Text:
     if worker.draining:
         return Text("draining", style="yellow")
+    broken = [breaker for breaker in worker.breakers if breaker.state != "closed"]
+    if broken:
+        return Text(", ".join(f"{breaker.leg} breaker {breaker.state}" for breaker in broken), style="red")
     return Text("ready", style="green") if worker.ready else Text("not ready", style="red")
 
 

@@ -102,7 +102,7 @@ class TerminalView:
 
     def _curl(self) -> str:
         security = self._plan.config.security
-        auth = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if security.api_keys else ""
+        auth = ' -H "Authorization: Bearer $OPENAI_API_KEY"' if security.client_keys else ""
         authority = f" --cacert {security.tls_ca}" if security.tls_cert and security.tls_ca else ""
         body = json.dumps({"model": self._plan.config.model.name, "messages": [{"role": "user", "content": "Hello!"}]})
         return f"curl{authority} {self._plan.router.address}/v1/chat/completions -H 'Content-Type: application/json'{auth} -d '{body}'"

@@ -5,8 +5,10 @@ Pure: no torch here, so that the simulator runs the scheduler without it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+
+import msgspec
 
 from pd_serve.ids import AttemptId
 from pd_serve.protocol.sampling import SamplingParams, TokenLogprobs
@@ -31,8 +33,14 @@ class SampleSpec:
     prompt_ids: tuple[int, ...] = ()
     """Only where a penalty needs them, else empty."""
     output_ids: tuple[int, ...] = ()
+    """Only where a penalty or a grammar needs them, else empty."""
     eos_masked: bool = False
-    """min_tokens not reached: end-of-sequence and stop tokens may not be sampled."""
+    """min_tokens not reached: end-of-sequence and stop tokens may not be sampled, unless a grammar leaves nothing else."""
+
+    @property
+    def masks_ends(self) -> bool:
+        """A grammar's mask sees to that itself."""
+        return self.eos_masked and self.params.grammar is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,8 @@ class SampledToken:
     attempt_id: AttemptId
     token_id: int
     logprobs: TokenLogprobs | None
+    is_cut: bool = False
+    """The answer cannot go on, and is not whole: this token ends it as its last possible one would."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,3 +89,17 @@ class StepResult:
     started_at: float
     """Monotonic seconds, this process."""
     ended_at: float
+
+
+def without_grammars(batch: Batch) -> Batch:
+    """For those who do not sample; itself where there are none."""
+    if not any(entry.sample is not None and entry.sample.params.grammar is not None for entry in batch.entries):
+        return batch
+    return replace(batch, entries=tuple(map(_without_grammar, batch.entries)))
+
+
+def _without_grammar(entry: BatchEntry) -> BatchEntry:
+    if entry.sample is None or entry.sample.params.grammar is None:
+        return entry
+    params = msgspec.structs.replace(entry.sample.params, grammar=None)
+    return replace(entry, sample=replace(entry.sample, params=params, output_ids=()))

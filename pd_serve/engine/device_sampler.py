@@ -18,6 +18,7 @@ from torch import Tensor
 from pd_serve.engine.batch import SampleSpec
 from pd_serve.engine.device_philox import uniforms
 from pd_serve.engine.distribution import pick_tokens
+from pd_serve.engine.grammar import TokenMasks
 from pd_serve.engine.sampler import Choice, is_adjusted, is_greedy
 from pd_serve.errors import EngineError
 from pd_serve.protocol.sampling import TokenLogprobs
@@ -31,11 +32,14 @@ class DeviceSampler:
         self._eos_token_ids = eos_token_ids
         self._device = device
 
-    def sample(self, logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Choice, ...]:
+    def sample(self, logits: Tensor, specs: Sequence[SampleSpec], masks: TokenMasks | None = None) -> tuple[Choice, ...]:
         """One choice per row of `logits` [num_rows, vocab_size]. Raises EngineError where a row holds no finite maximum."""
         if not specs:
             return ()
         adjusted = self._adjusted(logits, specs)
+        if masks is not None:
+            adjusted = logits.to(torch.float32, copy=True) if adjusted is logits else adjusted
+            masks.forbid(adjusted)
         values, largest = adjusted.max(dim=-1)
         answer = [largest, (~values.isfinite()).any()[None].long()]
         drawn = [index for index, spec in enumerate(specs) if not is_greedy(spec.params)]
@@ -73,7 +77,7 @@ class DeviceSampler:
                 counts = Counter(spec.output_ids).items()
                 counted.add(row, ((token_id, params.presence_penalty + params.frequency_penalty * count) for token_id, count in counts))
             biased.add(row, params.logit_bias)
-            if spec.eos_masked:
+            if spec.masks_ends:
                 masked.add(row, ((token_id, -math.inf) for token_id in {*self._eos_token_ids, *params.stop_token_ids}))
         touched = [places for places in (repeated, counted, biased, masked) if places.rows]
         if touched and adjusted is logits:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from pd_serve.engine.cuda_graphs import CudaCapturer
 from pd_serve.engine.device_sampler import DeviceSampler
 from pd_serve.engine.dtypes import torch_dtype
 from pd_serve.engine.families.registry import describe
+from pd_serve.engine.grammar import GrammarMasks, TokenSet
 from pd_serve.engine.graphs import GraphedDecode, GraphSettings, can_be_captured
 from pd_serve.engine.kv_cache import open_kv_cache
 from pd_serve.engine.model_info import ModelInfo
@@ -38,6 +40,7 @@ from pd_serve.engine.runner import ModelRunner, TokenSampler
 from pd_serve.engine.sampler import Sampler
 from pd_serve.engine.weights import CheckpointWeights, RandomWeights, WeightSource
 from pd_serve.errors import ConfigError
+from pd_serve.grammar.compiler import Vocabulary, has_vocabulary
 from pd_serve.kv.layout import KVDtype, KVLayout, KVOrder
 from pd_serve.kv.routes import rank_heads
 
@@ -70,6 +73,13 @@ class EnginePlan:
     """As in EngineConfig."""
     cache_dir: str = ""
     """As in ModelConfig."""
+    grammar_threads: int = 1
+    """As structured.threads."""
+
+    @property
+    def has_grammars(self) -> bool:
+        """Answers can be made to keep to one: the tokens' texts are known, and one that ends."""
+        return bool(self.info.eos_token_ids) and has_vocabulary(self.path)
 
     @property
     def num_idle_blocks(self) -> int:
@@ -128,6 +138,7 @@ def plan_engine(path: Path, config: Config, group: Collective | None = None) -> 
         latent_attention=config.engine.latent_attention,
         cpu_ops=config.engine.cpu_ops,
         cache_dir=config.model.cache_dir,
+        grammar_threads=config.structured.threads,
     )
 
 
@@ -155,6 +166,9 @@ def load_runner(
         model, attention = build_model(info, weights, settings)
     sampler = _sampler(info, device) if settings.share.is_first else None
     runner = ModelRunner(model, attention, cache, sampler, device, clock)
+    if sampler is not None and plan.has_grammars:
+        open_vocabulary = partial(Vocabulary.of_folder, plan.path, info.vocab_size, info.eos_token_ids)
+        runner.grammars = GrammarMasks(open_vocabulary, TokenSet(info.vocab_size, info.eos_token_ids), plan.grammar_threads, clock)
     if plan.graph_rows:
         assert isinstance(attention, VarlenAttention), "can_be_captured() leaves no other"
         graph_settings = GraphSettings(plan.graph_rows, plan.layout.num_blocks - 1, plan.max_len, device)

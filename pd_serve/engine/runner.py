@@ -7,6 +7,7 @@ batch are written (on CUDA: enqueued, with an event recorded) and before that la
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Generic, Protocol
 
@@ -15,18 +16,23 @@ import torch
 from pd_serve.clock import Clock
 from pd_serve.engine.attention.base import AttentionBackend, PlanT
 from pd_serve.engine.batch import Batch, SampledToken, SampleSpec, StepResult
+from pd_serve.engine.grammar import Constrained, GrammarMasks, TokenMasks
 from pd_serve.engine.graphs import GraphedDecode
 from pd_serve.engine.kv_cache import PagedCache
 from pd_serve.engine.layer_events import LayerEvents
 from pd_serve.engine.models.registry import DecoderModel
 from pd_serve.engine.sampler import Choice
 from pd_serve.engine.step_inputs import StepInputs, build_step_inputs
+from pd_serve.errors import EngineError
+
+MASK_TIMEOUT_S = 60.0
+"""For the masks of a step: they take milliseconds once the vocabulary has been read."""
 
 
 class TokenSampler(Protocol):
     """sampler.Sampler, or on CUDA device_sampler.DeviceSampler: the same tokens."""
 
-    def sample(self, logits: torch.Tensor, specs: Sequence[SampleSpec]) -> tuple[Choice, ...]:
+    def sample(self, logits: torch.Tensor, specs: Sequence[SampleSpec], masks: TokenMasks | None = None) -> tuple[Choice, ...]:
         """One choice per row of `logits` [num_rows, vocab_size]. Raises EngineError where a row holds no finite maximum."""
         ...
 
@@ -53,6 +59,8 @@ class ModelRunner(Generic[PlanT]):
         self._device = device
         self._clock = clock
         self._graphs: GraphedDecode[PlanT] | None = None
+        self.grammars: GrammarMasks | None = None
+        """What answers with a form to keep are masked by; None: there may be none. Set by the loader."""
 
     @property
     def graphs(self) -> GraphedDecode[PlanT] | None:
@@ -76,15 +84,32 @@ class ModelRunner(Generic[PlanT]):
         inputs = build_step_inputs(batch.entries, self.cache.layout.block_size, home)
         if self._sampler is None:
             inputs = replace(inputs, sampled_rows=inputs.sampled_rows[:0], sampled_entries=())
+        masking = self._begin_masks(batch, inputs)
         with torch.inference_mode():
             logits = self.forward(inputs, on_layer if batch.has_push else None)
             specs = [batch.entries[index].sample for index in inputs.sampled_entries]
-            choices = self._sampler.sample(logits, [spec for spec in specs if spec is not None]) if self._sampler is not None else []
+            masks = None if masking is None else masking.result(MASK_TIMEOUT_S)
+            choices = self._sampler.sample(logits, [spec for spec in specs if spec is not None], masks) if self._sampler is not None else []
         by_entry = dict(zip(inputs.sampled_entries, choices, strict=True))
+        cut = {inputs.sampled_entries[row] for row in masks.broken} if masks is not None else ()
         sampled = tuple(
-            SampledToken(batch.entries[index].attempt_id, by_entry[index].token_id, by_entry[index].logprobs) for index in sorted(by_entry)
+            SampledToken(batch.entries[index].attempt_id, by_entry[index].token_id, by_entry[index].logprobs, index in cut)
+            for index in sorted(by_entry)
         )
         return StepResult(batch.step_id, sampled, started_at, self._clock.now())
+
+    def _begin_masks(self, batch: Batch, inputs: StepInputs) -> Future[TokenMasks] | None:
+        """Of the rows whose tokens must keep to a grammar, on another thread; None: there are none."""
+        asked: list[Constrained] = []
+        for row, index in enumerate(inputs.sampled_entries):
+            spec = batch.entries[index].sample
+            if spec is not None and spec.params.grammar is not None:
+                asked.append(Constrained(row, batch.entries[index].attempt_id, spec.params.grammar, spec))
+        if not asked:
+            return None
+        if self.grammars is None:
+            raise EngineError("an answer has a grammar to keep, and there is no tokenizer to do it with")
+        return self.grammars.begin(asked)
 
     def forward(self, inputs: StepInputs, on_layer: Callable[[int], None] | None = None) -> torch.Tensor:
         """Logits of the sampled rows, [num_sampled, vocab_size]; must run under inference mode."""

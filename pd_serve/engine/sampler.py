@@ -1,7 +1,8 @@
 """From logits to the next token of each sequence. Every row is computed on its own, so the token does not depend on the batch.
 
-Order: penalties, logit bias, minimum-length mask; then temperature 0 takes the largest (the first of equals), else temperature, top-k,
-top-p and min-p narrow the distribution and one uniform number, keyed by (seed, position), picks by the cumulative sum in token order.
+Order: penalties, logit bias, minimum-length mask or a grammar's; then temperature 0 takes the largest (the first of equals), else
+temperature, top-k, top-p and min-p narrow the distribution and one uniform number, keyed by (seed, position), picks by the cumulative sum
+in token order.
 Log probabilities are those of the raw logits.
 """
 
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from pd_serve.engine.batch import SampleSpec
 from pd_serve.engine.distribution import pick, smallest_kept
+from pd_serve.engine.grammar import TokenMasks
 from pd_serve.engine.philox import uniform
 from pd_serve.errors import EngineError
 from pd_serve.protocol.sampling import SamplingParams, TokenLogprobs
@@ -35,11 +37,11 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self._eos_token_ids = eos_token_ids
 
-    def sample(self, logits: Tensor, specs: Sequence[SampleSpec]) -> tuple[Choice, ...]:
+    def sample(self, logits: Tensor, specs: Sequence[SampleSpec], masks: TokenMasks | None = None) -> tuple[Choice, ...]:
         """One choice per row of `logits` [num_rows, vocab_size]. Raises EngineError where a row holds no finite maximum."""
         if not specs:
             return ()
-        if all(is_greedy(spec.params) and not is_adjusted(spec) and spec.params.num_logprobs < 0 for spec in specs):
+        if masks is None and all(is_greedy(spec.params) and not is_adjusted(spec) and spec.params.num_logprobs < 0 for spec in specs):
             return tuple(Choice(token_id, None) for token_id in _largest(logits))
         adjusted = logits.float()
         if adjusted is logits:
@@ -48,6 +50,8 @@ class Sampler:
         for row, spec in zip(adjusted, specs, strict=True):
             if is_adjusted(spec):
                 _adjust(row, spec, self._eos_token_ids)
+        if masks is not None:
+            masks.forbid(adjusted)
         token_ids = _largest(adjusted)
         drawn = [index for index, spec in enumerate(specs) if not is_greedy(spec.params)]
         if drawn:
@@ -66,7 +70,7 @@ def is_greedy(params: SamplingParams) -> bool:
 def is_adjusted(spec: SampleSpec) -> bool:
     params = spec.params
     return bool(
-        spec.eos_masked or params.logit_bias or params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
+        spec.masks_ends or params.logit_bias or params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0
     )
 
 
@@ -96,7 +100,7 @@ def _adjust(row: Tensor, spec: SampleSpec, eos_token_ids: tuple[int, ...]) -> No
         bias = [(token_id, value) for token_id, value in params.logit_bias if 0 <= token_id < vocab_size]
         values = torch.tensor([value for _, value in bias], dtype=row.dtype, device=row.device)
         row.index_add_(0, _indices([token_id for token_id, _ in bias], row), values)
-    if spec.eos_masked:
+    if spec.masks_ends:
         row[_indices({*eos_token_ids, *params.stop_token_ids}, row)] = -math.inf
 
 

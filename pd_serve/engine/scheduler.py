@@ -64,6 +64,8 @@ class SequenceUpdate:
     """Never set for PREFILL_ONLY: decode judges the first token."""
     prompt_done: bool
     """The prompt's last token was computed in this step."""
+    is_cut: bool = False
+    """The token ends the answer, which is not whole (SampledToken.is_cut)."""
 
     @property
     def has_left(self) -> bool:
@@ -180,17 +182,21 @@ class Scheduler:
                 self._pool.publish(sequence.token_ids, sequence.block_table, sequence.num_computed_tokens)
             token: TokenOutput | None = None
             finished: FinishReason | None = None
+            is_cut = False
             prompt_done = entry.sample is not None and not sequence.prompt_done
             if prompt_done:
                 self._prompts.pop(attempt_id)
             if entry.sample is not None:
                 item = sampled[attempt_id]
                 finished = sequence.append(item.token_id, self.rules)
+                is_cut = item.is_cut
+                if is_cut:
+                    finished = FinishReason.LENGTH
                 if sequence.kind is SequenceKind.PREFILL_ONLY:
                     finished = None
                 num_cached = -1 if sequence.prompt_done else sequence.num_cached_tokens
                 token = TokenOutput(attempt_id, item.token_id, finished, item.logprobs, num_cached)
-            update = SequenceUpdate(attempt_id, sequence, token, finished, prompt_done)
+            update = SequenceUpdate(attempt_id, sequence, token, finished, prompt_done, is_cut)
             self._move_on(update)
             updates.append(update)
         self._end_step()

@@ -87,6 +87,9 @@ class Sequence:
                 return FinishReason.STOP
             if token_id in rules.eos_token_ids and not self.sampling.ignore_eos:
                 return FinishReason.STOP
+        if self.sampling.grammar is not None and token_id in rules.eos_token_ids:
+            # Sampled only where the answer may end, and held back until it must where min_tokens or ignore_eos ask for more.
+            return FinishReason.STOP
         if len(self.token_ids) >= self.max_total_tokens(rules):
             return FinishReason.LENGTH
         return None
@@ -95,11 +98,12 @@ class Sequence:
         """How to sample the token after the last one."""
         params, num_output_tokens = self.sampling, self.num_output_tokens
         penalized = self._is_penalized
+        needs_outputs = penalized or params.grammar is not None
         return SampleSpec(
             params=params,
             position=len(self.token_ids),
             num_output_tokens=num_output_tokens,
             prompt_ids=tuple(self.token_ids[: self.num_prompt_tokens]) if penalized else (),
-            output_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if penalized else (),
+            output_ids=tuple(self.token_ids[self.num_prompt_tokens :]) if needs_outputs else (),
             eos_masked=num_output_tokens < params.min_tokens,
         )

@@ -35,7 +35,8 @@ class BlockPool:
         self._refs: dict[int, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
         """Least recently used first."""
-        self._index = PrefixIndex(block_size)
+        self.prefixes = PrefixIndex(block_size)
+        """Changed by the pool alone; others may follow it."""
 
     @property
     def num_allocatable(self) -> int:
@@ -61,7 +62,7 @@ class BlockPool:
         if missing > 0:
             evicted = [self._cached.popitem(last=False)[0] for _ in range(missing)]
             for block in evicted:
-                self._index.forget(block)
+                self.prefixes.forget(block)
             self._free.put(evicted)
         blocks = self._free.take(count, after)
         for block in blocks:
@@ -87,19 +88,19 @@ class BlockPool:
                 self._refs[block] = refs - 1
                 continue
             del self._refs[block]
-            if self._index.is_published(block):
+            if self.prefixes.is_published(block):
                 self._cached[block] = None
             else:
-                self._index.forget(block)
+                self.prefixes.forget(block)
                 freed.append(block)
         if freed:
             self._free.put(freed)
 
     def match_prefix(self, token_ids: Sequence[int]) -> tuple[int, ...]:
         """Published blocks of the longest known prefix that leaves at least one token to compute; the caller now holds them."""
-        if not self._prefix_cache or not len(self._index):
+        if not self._prefix_cache or not len(self.prefixes):
             return ()
-        blocks = self._index.find(token_ids, (len(token_ids) - 1) // self.block_size)
+        blocks = self.prefixes.find(token_ids, (len(token_ids) - 1) // self.block_size)
         self.retain(blocks)
         return blocks
 
@@ -107,16 +108,16 @@ class BlockPool:
         """Make the full blocks among the first `num_computed_tokens` tokens of a sequence findable. Precondition: the caller holds them,
         and their KV is in memory. Cheap when called again: only new blocks are hashed."""
         if self._prefix_cache:
-            self._index.add(token_ids, blocks, num_computed_tokens // self.block_size)
+            self.prefixes.add(token_ids, blocks, num_computed_tokens // self.block_size)
 
     def drop_cache(self) -> None:
         """Forget everything published; held blocks stay held."""
         freed = list(self._cached)
         self._cached.clear()
         for block in freed:
-            self._index.forget(block)
+            self.prefixes.forget(block)
         for block in self._refs:
-            self._index.forget(block)
+            self.prefixes.forget(block)
         self._free.put(freed)
 
     def check(self) -> None:
@@ -126,4 +127,4 @@ class BlockPool:
         total = len(free) + len(self._cached) + len(self._refs)
         assert total == len(seen) == self.num_total, f"{total} blocks in three states, {len(seen)} distinct, {self.num_total} in the pool"
         assert all(refs > 0 for refs in self._refs.values())
-        assert all(self._index.is_published(block) for block in self._cached)
+        assert all(self.prefixes.is_published(block) for block in self._cached)

@@ -1,19 +1,23 @@
-"""Which published block holds which prefix: a chain of digests, one per full block. Pure; owned by the BlockPool.
+"""Which published block holds which prefix, by the digests of prefix_chain.py. Pure; owned by the BlockPool.
 
-    digest of block i = blake2b(digest of block i-1, tokens of block i)
-
-so equal digests mean equal tokens from position 0, and a block is found without comparing tokens. 16 bytes: a collision among
-2**40 blocks has probability below 2**-47.
+While somebody listens, what is published and what is forgotten is noted, and only as a difference: a digest that came and went between two
+looks is not in it. So the notes are never longer than what was published before and what is now.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterator, Sequence
-from hashlib import blake2b
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-_ROOT = b"\x00" * 16
-_INT_NBYTES = 4
+from pd_serve.kv.prefix_chain import ROOT, chain_digests
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChanges:
+    """Digests since the last look. None is in both."""
+
+    stored: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
 
 
 class PrefixIndex:
@@ -24,6 +28,8 @@ class PrefixIndex:
         self._block_by_digest: dict[bytes, int] = {}
         self._digest_by_block: dict[int, bytes] = {}
         """Of every block whose content is known, also of duplicates that lost the race: the chain goes on from them."""
+        self._changes: dict[bytes, bool] | None = None
+        """Whether each was stored; None: nobody listens."""
 
     def __len__(self) -> int:
         """Number of published blocks."""
@@ -32,7 +38,7 @@ class PrefixIndex:
     def find(self, token_ids: Sequence[int], max_blocks: int) -> tuple[int, ...]:
         """Published blocks of the longest known prefix, at most `max_blocks`. Hashes one block beyond the hit, no more."""
         blocks: list[int] = []
-        for digest in self._digests(token_ids, _ROOT, 0, max_blocks):
+        for digest in chain_digests(token_ids, self._block_size, 0, max_blocks):
             block = self._block_by_digest.get(digest)
             if block is None:
                 break
@@ -46,10 +52,12 @@ class PrefixIndex:
             first -= 1
         if first == num_full:
             return
-        parent = self._digest_by_block[blocks[first - 1]] if first > 0 else _ROOT
-        for index, digest in enumerate(self._digests(token_ids, parent, first, num_full), start=first):
+        parent = self._digest_by_block[blocks[first - 1]] if first > 0 else ROOT
+        for index, digest in enumerate(chain_digests(token_ids, self._block_size, first, num_full, parent), start=first):
             self._digest_by_block[blocks[index]] = digest
-            self._block_by_digest.setdefault(digest, blocks[index])
+            if digest not in self._block_by_digest:
+                self._block_by_digest[digest] = blocks[index]
+                self._note(digest, True)
 
     def is_published(self, block: int) -> bool:
         digest = self._digest_by_block.get(block)
@@ -60,12 +68,31 @@ class PrefixIndex:
         digest = self._digest_by_block.pop(block, None)
         if digest is not None and self._block_by_digest.get(digest) == block:
             del self._block_by_digest[digest]
+            self._note(digest, False)
 
-    def _digests(self, token_ids: Sequence[int], parent: bytes, first: int, end: int) -> Iterator[bytes]:
-        """Digests of blocks first .. end - 1 of the sequence, lazily."""
-        size = self._block_size
-        data = array("i", token_ids[first * size : end * size]).tobytes()
-        step = size * _INT_NBYTES
-        for offset in range(0, len(data), step):
-            parent = blake2b(parent + data[offset : offset + step], digest_size=16).digest()
-            yield parent
+    # ---- for those who follow
+
+    def listen(self, is_listening: bool) -> None:
+        """Begin or cease to note changes; what was noted is dropped."""
+        self._changes = {} if is_listening else None
+
+    def take_changes(self) -> PrefixChanges:
+        """What has changed since the last call, or since listen(True)."""
+        changes = self._changes
+        if not changes:
+            return PrefixChanges()
+        self._changes = {}
+        stored = tuple(digest for digest, is_stored in changes.items() if is_stored)
+        return PrefixChanges(stored, tuple(digest for digest, is_stored in changes.items() if not is_stored))
+
+    def digests(self) -> tuple[bytes, ...]:
+        """Of all published blocks."""
+        return tuple(self._block_by_digest)
+
+    def still_published(self, digests: Iterable[bytes]) -> list[bytes]:
+        return [digest for digest in digests if digest in self._block_by_digest]
+
+    def _note(self, digest: bytes, is_stored: bool) -> None:
+        changes = self._changes
+        if changes is not None and changes.pop(digest, None) is None:
+            changes[digest] = is_stored

@@ -34,6 +34,7 @@ from pd_serve.protocol.control import (
     WORKER_DRAIN_PATH,
     WORKER_ROLE_PATH,
     WORKER_STATUS_PATH,
+    WORKER_TRACES_PATH,
     DrainRequest,
     Registered,
     RegisterWorker,
@@ -295,8 +296,13 @@ class ControlClient:
     async def drain(self, deadline_s: float) -> None:
         await self._call("POST", WORKER_DRAIN_PATH, DrainRequest(deadline_s=deadline_s))
 
-    async def set_role(self, role: Role) -> None:
-        await self._call("POST", WORKER_ROLE_PATH, RoleRequest(role=role))
+    async def set_role(self, role: Role, deadline_s: float = 30.0) -> None:
+        """`deadline_s`: for what runs there in the old role; then it is moved."""
+        await self._call("POST", WORKER_ROLE_PATH, RoleRequest(role=role, deadline_s=deadline_s))
+
+    async def traces(self, limit: int) -> bytes:
+        """Of a worker; to be parsed by protocol/worker_traces.py."""
+        return await self._call("GET", f"{WORKER_TRACES_PATH}?limit={limit}")
 
     async def _call(self, method: str, path: str, body: BaseModel | None = None) -> bytes:
         content = None if body is None else body.model_dump_json().encode()

@@ -67,6 +67,9 @@ class DrainRequest(ControlModel):
 
 class RoleRequest(ControlModel):
     role: Role
+    deadline_s: float = Field(
+        default=30.0, ge=0, le=MAX_DRAIN_S, allow_inf_nan=False, description="for what runs in the old role; then it is moved"
+    )
 
 
 class BlockStatus(ControlModel):
@@ -86,6 +89,12 @@ class PeerLaneStatus(ControlModel):
     detail: str
 
 
+class BreakerStatus(ControlModel):
+    leg: str = Field(description="prefill or decode")
+    state: str = Field(description="closed, half_open or open")
+    failures: int = Field(description="in a row")
+
+
 class WorkerStatus(ControlModel):
     """One element of `pd-serve status --json`; names are relied on by outside scripts."""
 
@@ -103,6 +112,7 @@ class WorkerStatus(ControlModel):
     waiting: int
     prefill_queue_tokens: int
     peers: tuple[PeerLaneStatus, ...] = ()
+    breakers: tuple[BreakerStatus, ...] = Field(default=(), description="of the legs that have failed lately; from a router only")
 
 
 class AttemptTimeline(ControlModel):
@@ -130,6 +140,8 @@ class RequestTimeline(ControlModel):
     arrived_at_s: float = Field(default=0.0, description="moment of arrival, on the monotonic clock of the router's host")
     ended_s: float | None
     outcome: str = Field(description="stop, length, an error code, or cancelled (by the client, or by a stop string); empty: not ended")
+    request_id: str = Field(default="", description="of the client's request: x-request-id as it gave it, or as it was told")
+    response_id: str = Field(default="", description="the `id` of the answer, which all its choices share")
 
 
 class RecentRequests(ControlModel):

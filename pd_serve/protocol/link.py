@@ -1,7 +1,7 @@
 """The link: one WebSocket between a router and a worker front, and the same frames between a front and its rank. One frame per message.
 
-Router -> worker: Peers, Open, Prefill, Cancel, Ping.        Worker -> router: Welcome, PeerStatus, Reserved, Refused, PrefillDone, Step,
-Failed, Closed, Load, Pong.
+Router -> worker: Peers, Open, Prefill, Cancel, Ping, CacheSnapshot.        Worker -> router: Welcome, PeerStatus, Reserved, Refused,
+PrefillDone, Step, Failed, Closed, Load, Pong, CacheEvents.
 
 The life of an attempt, disaggregated:   Open -> Reserved | Refused     (decode)
                                          Prefill -> PrefillDone | Failed (prefill; it pushes KV and the completion record itself)
@@ -20,6 +20,7 @@ from enum import Enum
 
 from pd_serve.ids import AttemptId, Epoch, LeaseId, LinkId, PeerId, RouterId
 from pd_serve.kv.layout import KVLayout
+from pd_serve.protocol.cache_events import CacheEvents, CacheSnapshot
 from pd_serve.protocol.frame import Frame
 from pd_serve.protocol.identity import ModelIdentity
 from pd_serve.protocol.sampling import SamplingParams, TokenLogprobs
@@ -264,8 +265,8 @@ class Pong(Frame, frozen=True, tag="pong"):
     nonce: int
 
 
-RouterFrame = Peers | Open | Prefill | Cancel | Ping
-WorkerFrame = Welcome | PeerStatus | Reserved | Refused | PrefillDone | Step | Failed | Closed | Load | Pong
+RouterFrame = Peers | Open | Prefill | Cancel | Ping | CacheSnapshot
+WorkerFrame = Welcome | PeerStatus | Reserved | Refused | PrefillDone | Step | Failed | Closed | Load | Pong | CacheEvents
 
 
 # ---- front <-> rank 0, over a Unix socket (4-byte little-endian length, then one frame)
@@ -292,7 +293,10 @@ class Drain(Frame, frozen=True, tag="drain"):
 
 
 class SetRole(Frame, frozen=True, tag="set_role"):
+    """Routers are told at once. What runs in the old role has until the deadline; then it fails (DRAINING) and is moved."""
+
     role: Role
+    deadline_s: float
 
 
 class Stop(Frame, frozen=True, tag="stop"):

@@ -45,6 +45,8 @@ class Completed(Notice, frozen=True, tag="completed"):
     """From the end of prefill compute to the sending of this record, a duration on the writer's clock."""
     digest: bytes = b""
     """Of the KV this contributor sent (kv/digest.py), where it verifies transfers."""
+    is_cut: bool = False
+    """The first token is the last, and the answer is not whole (SampledToken.is_cut)."""
 
 
 class Quiesced(Notice, frozen=True, tag="quiesced"):

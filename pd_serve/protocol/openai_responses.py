@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 class ResponseModel(BaseModel):
@@ -19,11 +19,16 @@ class PromptTokensDetails(ResponseModel):
     cached_tokens: int
 
 
+class CompletionTokensDetails(ResponseModel):
+    reasoning_tokens: int
+
+
 class Usage(ResponseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | None = Field(None, description="Where reasoning is told apart")
 
 
 class TopLogprob(ResponseModel):
@@ -51,10 +56,23 @@ class CompletionLogprobs(ResponseModel):
     text_offset: tuple[int, ...]
 
 
+class CalledFunction(ResponseModel):
+    name: str
+    arguments: str = Field(description="JSON, unless the answer was cut short")
+
+
+class ToolCall(ResponseModel):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(ResponseModel):
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None = Field(description="null where there is none beside calls or reasoning")
+    reasoning_content: str | None = None
     refusal: None = None
+    tool_calls: tuple[ToolCall, ...] | None = None
 
 
 class ChatChoice(ResponseModel):
@@ -70,6 +88,7 @@ class ChatCompletion(ResponseModel):
     created: int
     model: str
     system_fingerprint: str | None = None
+    service_tier: Literal["default"]
     choices: tuple[ChatChoice, ...]
     usage: Usage
 
@@ -91,9 +110,25 @@ class Completion(ResponseModel):
     usage: Usage
 
 
+class FunctionDelta(ResponseModel):
+    name: str | None = None
+    """In the first delta of a call only."""
+    arguments: str
+
+
+class ToolCallDelta(ResponseModel):
+    index: int
+    id: str | None = None
+    """As its type: in the first delta of a call only."""
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class ChatDelta(ResponseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: tuple[ToolCallDelta, ...] | None = None
 
 
 class ChatChunkChoice(ResponseModel):
@@ -109,6 +144,7 @@ class ChatChunk(ResponseModel):
     created: int
     model: str
     system_fingerprint: str | None = None
+    service_tier: Literal["default"]
     choices: tuple[ChatChunkChoice, ...]
     usage: Usage | None = None
 
@@ -141,3 +177,23 @@ class ModelCard(ResponseModel):
 class ModelList(ResponseModel):
     object: Literal["list"] = "list"
     data: tuple[ModelCard, ...]
+
+
+class TokenizeAnswer(ResponseModel):
+    """As vLLM's /tokenize."""
+
+    count: int
+    max_model_len: int
+    """0: no worker has said yet."""
+    tokens: tuple[int, ...]
+    token_strs: tuple[str, ...] | None = None
+
+
+class DetokenizeAnswer(ResponseModel):
+    """As vLLM's /detokenize."""
+
+    prompt: str
+
+
+class VersionAnswer(ResponseModel):
+    version: str

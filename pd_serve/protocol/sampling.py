@@ -6,6 +6,8 @@ from math import inf, isfinite
 
 import msgspec
 
+from pd_serve.grammar.base import Grammar
+
 
 class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Every field is concrete when it leaves the router (the seed is drawn there), so that a moved attempt samples the same tokens.
@@ -33,6 +35,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     """Generated tokens (over all attempts) before which end-of-sequence and stop tokens are masked out."""
     num_logprobs: int = -1
     """-1: none. 0: of the chosen token only. n: of the n likeliest as well."""
+    grammar: Grammar | None = None
+    """What the answer must match, over all attempts; None: any text. An end is sampled only where it may end, and then ends it."""
 
     def problem(self, vocab_size: int) -> str:
         """Why no token can be sampled by these; empty when one can. Asked by every worker: one such request would end a whole step."""

@@ -1,6 +1,7 @@
 """What the processes of one router say to each other, by way of the supervisor that started them: over a socket pair each, inherited.
 
     WorkerRegistered   a worker registered at one process; the supervisor tells the others, and every process that starts later
+    WorkerAdded, WorkerRemoved   an operator's word reached one process; told to the others and to every process that starts later, as above
     Question       one process asks all others; the supervisor passes it on under a number of its own
     Answer         of each, to the supervisor                     Answers   all together, to the one that asked
     Listening      a process takes requests
@@ -38,6 +39,18 @@ class WorkerRegistered(Frame, frozen=True, tag="worker_registered"):
     """RegisterWorker as JSON."""
 
 
+class WorkerAdded(Frame, frozen=True, tag="worker_added"):
+    address: str
+
+
+class WorkerRemoved(Frame, frozen=True, tag="worker_removed"):
+    worker_id: str
+    """Empty: nobody had answered at the address."""
+    incarnation: int
+    address: str
+    force: bool
+
+
 class Question(Frame, frozen=True, tag="question"):
     question_id: int
     topic: Topic
@@ -55,7 +68,8 @@ class Answers(Frame, frozen=True, tag="answers"):
     """Processes that did not answer in time."""
 
 
-SiblingFrame = Listening | WorkerRegistered | Question | Answer | Answers
+FleetChange = WorkerAdded | WorkerRemoved
+SiblingFrame = Listening | WorkerRegistered | FleetChange | Question | Answer | Answers
 
 
 class SiblingStream:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from pd_serve.errors import InvalidRequestError, NotFoundError, PdServeError, UnavailableError
 from pd_serve.protocol.openai import error_body
 from router.services import Services, services_of
+from router.tenants import RateLimitError
 
 
 class UnknownPathError(NotFoundError):
@@ -30,8 +32,13 @@ class RefusedError(InvalidRequestError):
 
 def error_response(error: PdServeError) -> Response:
     headers: dict[str, str] = {}
+    if isinstance(error, RateLimitError):
+        headers |= error.headers
     if isinstance(error, UnavailableError):
-        headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        if math.isfinite(error.retry_after_s):
+            headers["retry-after"] = str(max(1, math.ceil(error.retry_after_s)))
+        else:
+            headers["x-should-retry"] = "false"  # as OpenAI tells its own clients
     elif error.http_status == 401:
         headers["www-authenticate"] = "Bearer"
     elif error.http_status == 503:
@@ -65,6 +72,14 @@ async def on_http_exception(request: Request, error: Exception) -> Response:
     if error.status_code == 405:
         return await on_error(request, MethodError(f"Not allowed: {request.method} {request.url.path}"))
     return await on_error(request, RefusedError(str(error.detail)))
+
+
+async def on_invalid(request: Request, error: Exception) -> Response:
+    """A parameter of a path or query that the framework checks: 400 as for those that we do."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    name = str(first["loc"][-1])
+    return await on_error(request, InvalidRequestError(f"Invalid value for '{name}': {first['msg']}", name))
 
 
 async def on_bug(request: Request, error: Exception) -> Response:

@@ -6,19 +6,23 @@ import asyncio
 import random
 import secrets
 import time
+from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
 from pd_serve.config import RouterConfig
-from pd_serve.errors import InvalidRequestError, NotFoundError
+from pd_serve.errors import InvalidRequestError, NotFoundError, UnavailableError
 from pd_serve.protocol.openai import ChatCompletionRequest, GenerationRequest
 from pd_serve.protocol.sampling import SamplingParams
 from pd_serve.protocol.server import line_of
 from router.admission import Limits, header, read_body
 from router.api.glance import LONG_BODY, check_sizes
 from router.exchange import AnswerPlan, Exchange, PreparedPrompt
+from router.obfuscation import ObfuscatedEvents
+from router.request_head import RequestHead, head_of
 from router.services import Services
+from router.tenants import Ticket
 from router.tokenizer import TextCodec
 
 LONG_TEXT = 2_048
@@ -72,26 +76,29 @@ class GenerationEndpoint(Generic[R]):
         if len(body) >= LONG_BODY or len(body) > services.config.router.max_body_bytes:
             return False
         received_at = time.monotonic()
-        services.admission.enter(header(scope, b"authorization"))
+        ticket = services.admission.enter(scope)
         has_begun = False
         try:
             parsed = self._parsed(services, body)
             texts = self._planner.texts(services, parsed)
-            if texts.is_long:
+            form = parsed.form
+            if texts.is_long or (form is not None and not services.grammars.knows(form)):
                 scope["extensions"][_PARSED] = {"request": parsed, "texts": texts}
+                services.admission.give_back(ticket, 0)
                 return False
-            plan = self._planner.plan(services, parsed, _encoded(services.codec, texts))
+            plan = self._plan(services, parsed, _encoded(services.codec, texts))
+            head = _admitted(services, scope, ticket, plan)
             has_begun = True
         finally:
             if not has_begun:
-                services.admission.leave()
-        Exchange(services, plan, line_of(scope), received_at, _nothing).start()
+                services.admission.leave(ticket)
+        Exchange(services, plan, head, line_of(scope), received_at, _nothing).start()
         return True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         received_at = time.monotonic()
         services: Services = scope["app"].state.services
-        services.admission.enter(header(scope, b"authorization"))
+        ticket = services.admission.enter(scope)
         has_begun = False
         try:
             if known := scope["extensions"].get(_PARSED):
@@ -102,18 +109,31 @@ class GenerationEndpoint(Generic[R]):
                 check_sizes(body, services.limits(), services.config.router)
                 parsed = self._parsed(services, body)
                 texts = self._planner.texts(services, parsed)
-            plan = self._planner.plan(services, parsed, await tokenize(services.codec, texts))
+            if parsed.form is not None:
+                try:
+                    await services.grammars.check(parsed.form)
+                except UnavailableError:
+                    services.admission.give_back(ticket, 0)
+                    raise
+            plan = self._plan(services, parsed, await tokenize(services.codec, texts))
+            head = _admitted(services, scope, ticket, plan)
             has_begun = True
         finally:
             if not has_begun:
-                services.admission.leave()
+                services.admission.leave(ticket)
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        exchange = Exchange(services, plan, line_of(scope), received_at, lambda: None if ended.done() else ended.set_result(None))
+        exchange = Exchange(services, plan, head, line_of(scope), received_at, lambda: None if ended.done() else ended.set_result(None))
         try:
             exchange.start()
             await ended
         finally:
             exchange.abandon()
+
+    def _plan(self, services: Services, request: R, encoded: tuple[tuple[int, ...], ...]) -> AnswerPlan:
+        plan = self._planner.plan(services, request, encoded)
+        if plan.events is not None and request.include_obfuscation:
+            plan = plan._replace(events=ObfuscatedEvents(plan.events))
+        return plan
 
     def _parsed(self, services: Services, body: bytes) -> R:
         parsed = self._planner.parse(body)
@@ -121,6 +141,15 @@ class GenerationEndpoint(Generic[R]):
             raise NotFoundError(f"The model `{parsed.model}` does not exist; this server has `{services.model_name}`", "model")
         check_counts(parsed, services.config.router)
         return parsed
+
+
+def _admitted(services: Services, scope: Scope, ticket: Ticket, plan: AnswerPlan) -> RequestHead:
+    """Raises RateLimitError."""
+    services.admission.charge(ticket, plan.num_prompt_tokens)
+    if session := header(scope, services.session_header):
+        ticket = replace(ticket, session=session)
+    head = head_of(scope, services.cors)
+    return head._replace(ticket=ticket, lines=head.lines + services.admission.limit_lines(ticket))
 
 
 async def tokenize(codec: TextCodec, texts: Texts) -> tuple[tuple[int, ...], ...]:
@@ -177,6 +206,7 @@ def prepared_prompt(
             ignore_eos=request.ignore_eos,
             min_tokens=request.min_tokens,
             num_logprobs=num_logprobs,
+            grammar=None if request.form is None else request.form.grammar,
         )
         for index in range(request.n)
     )

@@ -27,8 +27,8 @@ router = APIRouter()
 
 @router.post(REGISTER_PATH)
 async def register(request: Request) -> Registered:
-    services = _authorized(request)
-    body = await read_body(request.scope, request.receive, MAX_REGISTRATION_NBYTES)
+    services = authorized(request)
+    body = await control_body(request, MAX_REGISTRATION_NBYTES)
     try:
         worker = RegisterWorker.model_validate_json(body)
     except ValidationError as error:
@@ -42,7 +42,7 @@ async def register(request: Request) -> Registered:
 
 @router.get(STATUS_PATH)
 async def status(request: Request) -> RouterStatus:
-    services = _authorized(request)
+    services = authorized(request)
     return RouterStatus(
         router_id=services.router_id,
         model=services.model_name,
@@ -55,7 +55,11 @@ async def status(request: Request) -> RouterStatus:
 
 @router.get(REQUESTS_PATH)
 async def requests(request: Request) -> RecentRequests:
-    services = _authorized(request)
+    return await recent_requests(authorized(request))
+
+
+async def recent_requests(services: Services) -> RecentRequests:
+    """Of all processes of the router that answer, newest first."""
     recent = services.dispatcher.timeline.recent()
     if services.siblings is None:
         return recent
@@ -64,7 +68,19 @@ async def requests(request: Request) -> RecentRequests:
     return RecentRequests(requests=tuple(sorted((*recent.requests, *others), key=lambda told: told.arrived_at_s, reverse=True)))
 
 
-def _authorized(request: Request) -> Services:
+async def control_body(request: Request, max_nbytes: int) -> bytes:
+    """JSON that says so, which no browser sends to other sites unasked: where no secret is needed, any page could else give orders.
+
+    Nothing at all may be sent by who is no browser. Raises InvalidRequestError.
+    """
+    body = await read_body(request.scope, request.receive, max_nbytes)
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and (body or "origin" in request.headers):
+        raise InvalidRequestError("the body has to be JSON, and to say so: 'Content-Type: application/json'", "content-type")
+    return body
+
+
+def authorized(request: Request) -> Services:
     services = services_of(request)
     secret = services.config.security.cluster_secret
     if secret and not bearer_matches(request.headers.get("authorization"), (secret.encode(),)):

@@ -14,21 +14,22 @@ router = APIRouter()
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
-    services = _authorized(request)
+    services = authorized(request)
     return ModelList(data=(_card(services),))
 
 
 @router.get("/v1/models/{model_id:path}")
 async def get_model(request: Request, model_id: str) -> ModelCard:
-    services = _authorized(request)
+    services = authorized(request)
     if model_id != services.model_name:
         raise NotFoundError(f"The model `{model_id}` does not exist; this server has `{services.model_name}`", "model")
     return _card(services)
 
 
-def _authorized(request: Request) -> Services:
+def authorized(request: Request) -> Services:
+    """Raises AuthenticationError where keys are asked for and none of them came."""
     services = services_of(request)
-    keys = tuple(key.encode() for key in services.config.security.api_keys)
+    keys = tuple(key.encode() for key in services.config.security.client_keys)
     if keys and not bearer_matches(request.headers.get("authorization"), keys):
         raise AuthenticationError("Incorrect API key provided")
     return services

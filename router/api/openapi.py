@@ -1,6 +1,6 @@
 """GET /openapi.json: this router's routes as OpenAPI 3.1, written from the models that parse and make what it describes.
 
-The framework describes its own routes; the two generation routes bypass it and are described here. No key is asked for: it is the same for
+The framework describes its own routes; the generation routes bypass it and are described here. No key is asked for: it is the same for
 every router of this version and settings. Source: https://spec.openapis.org/oas/v3.1.0
 """
 
@@ -18,17 +18,31 @@ from starlette.routing import BaseRoute, Route
 
 from pd_serve import __version__
 from pd_serve.config import RouterConfig, SecurityConfig
+from pd_serve.protocol.admin import ADMIN_WORKERS_PATH
 from pd_serve.protocol.control import REGISTER_PATH, RegisterWorker
 from pd_serve.protocol.openai import ChatCompletionRequest, CompletionRequest, ErrorResponse
+from pd_serve.protocol.openai_response_answers import ResponseObject
+from pd_serve.protocol.openai_response_api import ResponseRequest
 from pd_serve.protocol.openai_responses import ChatCompletion, Completion
+from pd_serve.protocol.openai_tokens import DetokenizeRequest, TokenizeRequest
+from router.api.admin import BODIES, ROLE_PATH
+from router.api.tokens import DETOKENIZE_PATH, TOKENIZE_PATH
 
 OPENAPI_PATH = "/openapi.json"
 _REF = "#/components/schemas/{model}"
 _GENERATION: Mapping[str, tuple[type[BaseModel], type[BaseModel], str]] = {
     "/v1/chat/completions": (ChatCompletionRequest, ChatCompletion, "Answer a conversation"),
     "/v1/completions": (CompletionRequest, Completion, "Continue one text, or several"),
+    "/v1/responses": (ResponseRequest, ResponseObject, "Answer an input; nothing is stored"),
 }
-_OPEN_PATHS = ("/health", "/ready", "/metrics")
+_BODIES: Mapping[str, type[BaseModel]] = {
+    REGISTER_PATH: RegisterWorker,
+    TOKENIZE_PATH: TokenizeRequest,
+    DETOKENIZE_PATH: DetokenizeRequest,
+}
+"""Of routes that parse their bodies themselves."""
+_SECRET_PATHS = ("/internal/", ADMIN_WORKERS_PATH)
+_OPEN_PATHS = ("/health", "/ready", "/metrics", "/version")
 _REFUSALS: Mapping[int, str] = {
     400: "The request cannot be served as written",
     401: "No key, or a wrong one",
@@ -58,17 +72,19 @@ def openapi_document(routes: Sequence[BaseRoute], router: RouterConfig, security
     schemas: dict[str, Any] = document.setdefault("components", {}).setdefault("schemas", {})
     for path, (request, answer, summary) in _GENERATION.items():
         paths[path] = {"post": _generation(request, answer, summary)}
-    _add_models(schemas, "validation", ChatCompletionRequest, CompletionRequest, RegisterWorker)
-    _add_models(schemas, "serialization", ChatCompletion, Completion, ErrorResponse)
+    _add_models(schemas, "validation", *(request for request, _, _ in _GENERATION.values()), *_BODIES.values())
+    _add_models(schemas, "serialization", *(answer for _, answer, _ in _GENERATION.values()), ErrorResponse)
     _narrow(schemas, router)
-    paths[REGISTER_PATH]["post"]["requestBody"] = _json_body(RegisterWorker)
+    _describe_admin(paths, schemas)
+    for path, body in _BODIES.items():
+        paths[path]["post"]["requestBody"] = _json_body(body)
     document["components"]["securitySchemes"] = {name: {"type": "http", "scheme": "bearer"} for name in ("key", "secret")}
     for path, methods in paths.items():
-        is_internal = path.startswith("/internal/")
+        is_internal = path.startswith(_SECRET_PATHS)
         for operation in methods.values():
             if path not in _OPEN_PATHS:
                 operation["responses"] |= {str(status): _json(ErrorResponse, text) for status, text in _REFUSALS.items()}
-                asks = security.cluster_secret if is_internal else security.api_keys
+                asks = security.cluster_secret if is_internal else security.client_keys
                 operation["security"] = [{"secret" if is_internal else "key": []}] if asks else []
             operation["responses"].pop("422", None)  # what the framework would answer; ours is 400
     for unused in ("HTTPValidationError", "ValidationError"):
@@ -78,8 +94,15 @@ def openapi_document(routes: Sequence[BaseRoute], router: RouterConfig, security
 
 def _generation(request: type[BaseModel], answer: type[BaseModel], summary: str) -> dict[str, Any]:
     done = _json(answer, "The whole answer, or with `stream` its parts as they come, ended by `data: [DONE]`")
-    done["content"]["text/event-stream"] = {"schema": {"type": "string"}}
+    done["content"]["text/event-stream"] = {}
     return {"summary": summary, "requestBody": _json_body(request), "responses": {"200": done}}
+
+
+def _describe_admin(paths: dict[str, Any], schemas: dict[str, Any]) -> None:
+    _add_models(schemas, "validation", *BODIES.values())
+    for path, model in BODIES.items():
+        paths[path]["post"]["requestBody"] = _json_body(model)
+    paths[ROLE_PATH]["post"]["responses"]["409"] = _json(ErrorResponse, "No worker that decodes would be left")
 
 
 def _json(model: type[BaseModel], description: str) -> dict[str, Any]:
@@ -97,9 +120,10 @@ def _add_models(schemas: dict[str, Any], mode: JsonSchemaMode, *models: type[Bas
 
 def _narrow(schemas: dict[str, Any], router: RouterConfig) -> None:
     """The limits as configured, where they are below what the models allow."""
-    for name in ("ChatCompletionRequest", "CompletionRequest"):
+    for name in ("ChatCompletionRequest", "CompletionRequest", "ResponseRequest"):
         properties = schemas[name]["properties"]
-        properties["n"]["anyOf"][0]["maximum"] = router.max_n
+        if "n" in properties:
+            properties["n"]["anyOf"][0]["maximum"] = router.max_n
         properties["logit_bias"]["anyOf"][0]["maxProperties"] = router.max_logit_bias
         one, several = properties["stop"]["anyOf"][:2]
         one["maxLength"] = several["items"]["maxLength"] = router.max_stop_string_length

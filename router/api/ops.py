@@ -7,6 +7,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse, Response
 
+from pd_serve import __version__
+from pd_serve.protocol.openai_responses import VersionAnswer
 from pd_serve.protocol.siblings import Answers, Topic
 from router.metrics_sum import summed
 from router.services import Services, services_of
@@ -18,6 +20,12 @@ router = APIRouter()
 async def health() -> JSONResponse:
     """Alive: the event loop turns."""
     return JSONResponse({"status": "ok"})
+
+
+@router.get("/version")
+async def version() -> VersionAnswer:
+    """Of this server."""
+    return VersionAnswer(version=__version__)
 
 
 @router.get("/ready", responses={503: {"description": "Cannot generate now; the reason", "content": {"application/json": {}}}})
@@ -48,6 +56,8 @@ def own_metrics(services: Services) -> str:
     """Of this process alone."""
     services.metrics.record("pd_serve_open_requests", services.occupancy.num_open)
     services.metrics.record("pd_serve_queued_requests", services.occupancy.num_queued)
+    services.metrics.record("pd_serve_prefix_known_blocks", services.pool.prefixes.num_blocks)
+    services.metrics.record("pd_serve_running_requests", services.dispatcher.num_open - services.dispatcher.num_queued)
     return generate_latest(services.metrics.registry).decode()
 
 

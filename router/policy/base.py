@@ -1,15 +1,15 @@
-"""What a policy sees and says. Which workers *can* take a request now is decided here, once; a policy only picks among them.
+"""What a policy sees and says. Which workers *can* take a request now is decided in candidates.py, once; a policy only ranks them.
 
-A pair is a candidate when its prefill has joined its decode, neither is draining, the request fits, and the worker that computes the prompt
-could start it within about a step: the queue lives in the router, so that no reserved block waits one out. A short prompt is started in the
-next step however long the others are (pd_serve.engine.scheduler_prompts): only those as short count.
+A leg is one of the two halves of a request: the worker that computes its prompt, and the worker that generates. Each has a policy of its
+own; chooser.py makes a pair of their rankings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from types import MappingProxyType
 from typing import Protocol
 
 import msgspec
@@ -17,12 +17,27 @@ import msgspec
 from pd_serve.ids import PeerId
 from pd_serve.protocol.link import Role
 
+SEQUENCE_TOKENS = 64
+"""A sequence costs a decode step about as much as this many context tokens: its row of every matrix product."""
+NOTHING: Mapping[PeerId, int] = MappingProxyType({})
+NO_BANDWIDTH: Mapping[PeerId, float] = MappingProxyType({})
+
+Score = tuple[float, ...]
+"""Of one worker for one request; the least wins. Those of one decision have the same length."""
+Scorer = Callable[["WorkerView", "WorkerView | None"], Score]
+"""(worker, its partner or None when that is not chosen yet) -> score."""
+
 
 class RouteKind(Enum):
     """Label of pd_serve_routing_decisions_total."""
 
     DISAGGREGATED = "disaggregated"
     LOCAL = "local"
+
+
+class Leg(Enum):
+    PREFILL = "prefill"
+    DECODE = "decode"
 
 
 class WorkerView(msgspec.Struct, frozen=True):
@@ -46,10 +61,25 @@ class WorkerView(msgspec.Struct, frozen=True):
     """It came so lately that missing joins may still succeed."""
     short_backlog_tokens: int = 0
     """Of short prompts that were sent there from here and are not yet computed."""
+    prefill_tokens_per_s: float = 1.0
+    """Prompt tokens it computes per second of work, measured, or what its like do (router/throughput.py)."""
+    kv_bytes_per_token: int = 0
+    """Of all its ranks and layers together."""
+    num_layers: int = 1
+    bandwidths: Mapping[PeerId, float] = NO_BANDWIDTH
+    """Bytes per second to each peer, as the probe at join measured it."""
+    is_stale: bool = False
+    """It has not reported for so long that its load is not known."""
 
     @property
     def can_decode(self) -> bool:
         return self.role is not Role.PREFILL
+
+    def load(self, leg: Leg) -> int:
+        """Tokens ahead of a request: to be computed before it, or read in every step beside it."""
+        if leg is Leg.PREFILL:
+            return self.prefill_backlog_tokens
+        return self.decode_tokens + SEQUENCE_TOKENS * self.num_sequences
 
 
 class Demand(msgspec.Struct, frozen=True):
@@ -62,6 +92,14 @@ class Demand(msgspec.Struct, frozen=True):
     """Used only where there is nothing else."""
     beside: PeerId | None = None
     """A decode worker that has the prompt in its prefix cache."""
+    cached: Mapping[PeerId, int] = NOTHING
+    """Of the tokens, those that a worker has in its prefix cache; workers that have none may be left out."""
+    session: str = ""
+    """Requests of one session go to one worker where that can be; empty: none."""
+
+    def num_uncached(self, peer: PeerId) -> int:
+        """Tokens that worker would have to compute; one at least, which gives the first token."""
+        return max(1, self.num_tokens - self.cached.get(peer, 0))
 
 
 class Route(msgspec.Struct, frozen=True):
@@ -76,6 +114,11 @@ class Route(msgspec.Struct, frozen=True):
     def kind(self) -> RouteKind:
         return RouteKind.LOCAL if self.prefill is None else RouteKind.DISAGGREGATED
 
+    @property
+    def computing(self) -> WorkerView:
+        """Who computes the prompt."""
+        return self.decode if self.prefill is None else self.prefill
+
 
 @dataclass(frozen=True, slots=True)
 class RoutingSettings:
@@ -86,6 +129,8 @@ class RoutingSettings:
     """Sequences per decode worker."""
     short_prompt_tokens: int = 0
     """Prompts of at most so many tokens are short; a quarter of a step, or less."""
+    stale_after_s: float = float("inf")
+    """The load of a worker that has not reported for so long is not known."""
 
     @property
     def short_window_tokens(self) -> int:
@@ -93,77 +138,23 @@ class RoutingSettings:
         return self.prefill_window_tokens - self.prefill_window_tokens // 4
 
 
-class Policy(Protocol):
-    def choose(self, demand: Demand, routes: Sequence[Route]) -> Route:
-        """Pick one of at least one route."""
+class LegPolicy(Protocol):
+    """How the workers of one leg are ranked."""
+
+    @property
+    def looks_at_pairs(self) -> bool:
+        """Its scores depend on the partner."""
         ...
 
+    @property
+    def reads_cached(self) -> bool:
+        """It asks what workers have cached, which has to be looked up."""
+        ...
 
-def possible_routes(demand: Demand, workers: Sequence[WorkerView], settings: RoutingSettings) -> tuple[Route, ...]:
-    """Every route that could be taken now, those with a worker to avoid only when there is no other."""
-    routes = tuple(_routes(demand, workers, settings))
-    clean = tuple(
-        route
-        for route in routes
-        if route.decode.peer not in demand.avoid and (route.prefill is None or route.prefill.peer not in demand.avoid)
-    )
-    return clean or routes
+    def scorer(self, workers: Sequence[WorkerView], demand: Demand) -> Scorer:
+        """For one decision among these, of which there is at least one. Takes time in their number, a score none."""
+        ...
 
-
-def _routes(demand: Demand, workers: Sequence[WorkerView], settings: RoutingSettings) -> list[Route]:
-    decodes = [worker for worker in workers if _can_hold(demand, worker, settings)]
-    beside = [worker for worker in decodes if worker.peer == demand.beside]
-    if beside:
-        return [Route(None, beside[0], "cached")]
-    prefills = [worker for worker in workers if worker.role is Role.PREFILL and _can_compute(demand, worker)]
-    routes: list[Route] = []
-    for decode in decodes:
-        pairs = [prefill for prefill in prefills if decode.peer in prefill.joined and prefill.peer in decode.joined]
-        local_reason = _local_reason(demand, decode, prefills, pairs, settings)
-        if local_reason:
-            if _can_start(demand, decode, settings):
-                routes.append(Route(None, decode, local_reason))
-            continue
-        routes += [Route(prefill, decode, "load") for prefill in pairs if _can_start(demand, prefill, settings)]
-    return routes
-
-
-def _local_reason(
-    demand: Demand, decode: WorkerView, prefills: Sequence[WorkerView], pairs: Sequence[WorkerView], settings: RoutingSettings
-) -> str:
-    """Why the prompt is computed where it decodes; empty: it is not."""
-    if decode.role is Role.BOTH and not pairs:
-        return "colocated"
-    if not prefills:
-        return "no_prefill_worker"
-    if demand.num_tokens <= settings.local_prefill_max_tokens:
-        return "short_prompt"
-    if not pairs and not decode.is_joining and not any(prefill.is_joining for prefill in prefills):
-        return "no_joined_pair"
-    return ""
-
-
-def _can_hold(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> bool:
-    return (
-        worker.can_decode
-        and demand.num_tokens + demand.max_new_tokens <= worker.max_model_len
-        and demand.num_tokens < worker.num_free_tokens
-        and worker.num_sequences < settings.max_sequences
-    )
-
-
-def _can_start(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> bool:
-    if worker.prefill_backlog_tokens < settings.prefill_window_tokens:
-        return True
-    is_short = demand.num_tokens <= settings.short_prompt_tokens
-    return is_short and worker.short_backlog_tokens + demand.num_tokens <= settings.short_window_tokens
-
-
-def waits_for_compute_only(demand: Demand, workers: Sequence[WorkerView], settings: RoutingSettings) -> bool:
-    """Whether there were a route if no prompt was being computed anywhere: nothing that others take meanwhile is missing."""
-    return bool(possible_routes(demand, [msgspec.structs.replace(worker, prefill_backlog_tokens=0) for worker in workers], settings))
-
-
-def _can_compute(demand: Demand, worker: WorkerView) -> bool:
-    """A prefill worker refuses what it could not finish by itself."""
-    return demand.num_tokens + demand.max_new_tokens <= worker.max_model_len and demand.num_tokens < worker.num_pool_tokens
+    def chosen(self, worker: WorkerView) -> None:
+        """The decision is made. For those that take turns."""
+        ...

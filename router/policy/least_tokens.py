@@ -1,23 +1,26 @@
-"""The pair with the fewest tokens ahead of the request: prompt tokens not yet computed on prefill, context tokens on decode."""
+"""The worker with the fewest tokens ahead of the request: prompt tokens not yet computed on prefill, context tokens on decode."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.policy.base import Demand, Route
-
-SEQUENCE_TOKENS = 64
-"""A sequence costs a decode step about as much as this many context tokens: its row of every matrix product."""
+from router.policy.base import Demand, Leg, Score, Scorer, WorkerView
 
 
 class LeastTokens:
-    """Both legs are chosen each by its own load; the order of routes breaks ties."""
+    """The order of workers breaks ties."""
 
-    def choose(self, demand: Demand, routes: Sequence[Route]) -> Route:
-        return min(routes, key=_load)
+    looks_at_pairs = False
+    reads_cached = False
 
+    def __init__(self, leg: Leg) -> None:
+        self._leg = leg
 
-def _load(route: Route) -> tuple[int, int]:
-    computing = route.decode if route.prefill is None else route.prefill
-    decode = route.decode
-    return computing.prefill_backlog_tokens, decode.decode_tokens + SEQUENCE_TOKENS * decode.num_sequences
+    def scorer(self, workers: Sequence[WorkerView], demand: Demand) -> Scorer:
+        return self._score
+
+    def chosen(self, worker: WorkerView) -> None:
+        return None
+
+    def _score(self, worker: WorkerView, partner: WorkerView | None) -> Score:
+        return (worker.load(self._leg),)

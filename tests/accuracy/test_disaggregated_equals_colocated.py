@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,13 @@ BLOCK = 16
 LENGTHS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK]
 MIXED = [[3 * index + 600 + offset for offset in range(9 + 8 * index)] for index in range(8)]
 NUM_TOKENS = 8
+CITY = {
+    "type": "object",
+    "properties": {"capital": {"type": "string", "maxLength": 8}, "large": {"type": "boolean"}},
+    "required": ["capital", "large"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "city", "schema": CITY, "strict": True}}
 
 
 def _prompt(length: int) -> list[int]:
@@ -31,8 +39,16 @@ async def _answers(cluster: Cluster, longest: int) -> list[Any]:
             choice = reply.json()["choices"][0]
             return choice["text"], choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
 
+        async def ask_in_form(question: str) -> Any:
+            body = {"model": "demo", "prompt": question, "max_tokens": 40, "temperature": 0, "response_format": FORM}
+            choice = (await client.post(f"{cluster.url}/v1/completions", json=body)).json()["choices"][0]
+            assert choice["finish_reason"] == "stop"
+            assert set(json.loads(choice["text"])) == {"capital", "large"}
+            return choice
+
         alone = [await ask(_prompt(length)) for length in (*LENGTHS, longest)]
-        return [*alone, *await asyncio.gather(*(ask(prompt) for prompt in MIXED))]
+        in_form = await ask_in_form("As JSON, the capital of France: ")
+        return [*alone, in_form, *await asyncio.gather(*(ask(prompt) for prompt in MIXED))]
 
 
 @pytest.mark.parametrize(

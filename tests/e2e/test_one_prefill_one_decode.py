@@ -128,6 +128,13 @@ def test_what_a_request_did_can_be_read_from_the_metrics(cluster: Cluster) -> No
         # Not at once: a worker tells of what it has counted when it becomes idle.
         read = partial(cluster.metric, address, name, **labels)
         wait_until(lambda read=read: read() > 0, CLEAN_TIMEOUT_S, f"{name} {labels} is counted")
+    published = sum(worker["blocks"]["cached"] for worker in cluster.workers())
+    assert published > 0
+    wait_until(
+        lambda: cluster.metric(cluster.url, "pd_serve_prefix_known_blocks") == published,
+        CLEAN_TIMEOUT_S,
+        "the router knows of every block that is published, and no other",
+    )
     text = httpx.get(f"{decode['address']}/metrics").text
     assert all(f'pd_serve_leases{{state="{state}"}} 0.0' in text for state in ("granted", "quarantined"))
 

@@ -5,6 +5,7 @@ of one rank alone; above them the end of one rank is the end of its worker, and 
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import threading
@@ -15,12 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
+from pd_serve.grammar.base import Grammar, GrammarKind
 from pd_serve.ids import AttemptId
-from pd_serve.protocol.link import Cancel, Closed, Fatal, Report, Stop
+from pd_serve.protocol.link import Cancel, Closed, Fatal, FinishReason, Open, Report, Stop
 from pd_serve.protocol.sampling import SamplingParams
 from tests.cluster import Cluster, running, wait_until
+from tests.fakes import write_tokenizer
 from tests.rank_driver import join, open_local, open_pair, run_pair, tokens_of
 from tests.unit.engine.model_folders import write_config
 from tests.worker_of_ranks import WorkerOfRanks
@@ -31,6 +35,8 @@ KV_NBYTES_PER_TOKEN = 2 * 2 * 2 * 8 * 4
 """Keys and values, 2 layers, 2 KV heads of 8, float32."""
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=8, temperature=0.9, top_p=0.95, seed=1234, ignore_eos=True)
+FORMED = SamplingParams(max_tokens=30, temperature=0.0, grammar=Grammar(GrammarKind.REGEX, "([a-f][0-9]){8}"))
+"""Ends by itself: 16 bytes and the end."""
 
 Workers = dict[str, WorkerOfRanks]
 
@@ -38,7 +44,7 @@ Workers = dict[str, WorkerOfRanks]
 @contextmanager
 def started(folder: Path, degrees: dict[str, int], **sections: dict[str, Any]) -> Iterator[Workers]:
     """Workers by name, all joined with each other."""
-    model = write_config(folder / "model", **SHAPE)
+    model = write_config(write_tokenizer(folder / "model"), **SHAPE)
     sections = {"model": {"id": str(model), "load_format": "random", "dtype": "float32"}, **sections}
     workers = {name: WorkerOfRanks(folder, name, degree, **sections) for name, degree in degrees.items()}
     try:
@@ -66,7 +72,7 @@ def prompt_of(length: int, salt: int) -> tuple[int, ...]:
 
 def check_pair(prefill: WorkerOfRanks, decode: WorkerOfRanks, alone: WorkerOfRanks, salt: int) -> None:
     """What the pair generates is what one rank alone does, and nothing is held afterwards."""
-    for length, sampling in ((1, GREEDY), (17, SAMPLED), (100, GREEDY)):
+    for length, sampling in ((1, GREEDY), (17, SAMPLED), (100, GREEDY), (40, FORMED)):
         prompt, attempt = prompt_of(length, salt + length), secrets.randbits(40)
         pushed = run_pair(prefill.driver, decode.driver, attempt, prompt, sampling)
         open_local(alone.driver, attempt + 1, prompt, sampling)
@@ -96,6 +102,22 @@ def test_a_worker_of_two_ranks_computes_alone_what_one_rank_does(workers: Worker
     open_local(workers["p1"].driver, 902, prompt, GREEDY)
     tokens = [tokens_of(workers[name].driver, AttemptId(attempt)) for name, attempt in (("d2", 901), ("p1", 902))]
     assert [token.token_id for token in tokens[0]] == [token.token_id for token in tokens[1]]
+
+
+def test_an_answer_of_a_form_keeps_to_it_where_it_is_moved(workers: Workers) -> None:
+    """To a worker that has not seen its form, of another number of ranks, with some of its tokens."""
+    prompt = prompt_of(30, salt=6)
+    sampling = msgspec.structs.replace(FORMED, grammar=Grammar(GrammarKind.REGEX, "([a-f]{2}[0-9] ){5}"))
+    open_local(workers["p1"].driver, 903, prompt, sampling)
+    tokens = tokens_of(workers["p1"].driver, AttemptId(903))
+    ids = tuple(token.token_id for token in tokens)
+    assert re.fullmatch("([a-f]{2}[0-9] ){5}", bytes(token_id - 4 for token_id in ids[:-1]).decode())
+    assert tokens[-1].finish is FinishReason.STOP
+    for attempt, count, name in ((904, 1, "d2"), (905, 7, "d1")):
+        left = msgspec.structs.replace(sampling, max_tokens=sampling.max_tokens - count)
+        workers[name].driver.tell(Open(AttemptId(attempt), prompt + ids[:count], count, left, None, 30.0))
+        moved = tokens_of(workers[name].driver, AttemptId(attempt))
+        assert tuple(token.token_id for token in moved) == ids[count:]
 
 
 def test_every_byte_is_sent_once_over_all_routes(workers: Workers) -> None:

@@ -123,6 +123,25 @@ def test_a_prefill_worker_that_is_stopped_mid_prompt_finishes_it(cluster: Separa
     cluster.assert_clean()
 
 
+async def test_a_worker_changes_sides_and_back_under_load_and_nothing_is_lost(cluster: SeparateCluster, record_property: Any) -> None:
+    took_ms: list[float] = []
+    async with httpx.AsyncClient(base_url=cluster.url, timeout=REQUEST_TIMEOUT_S) as client:
+        questions = await prepare(client, 3, 8, (40, 80))
+        clients = Clients(client, questions, Random(3), 4)
+        clients.start()
+        for name, role in (("decode-1", "prefill"), ("prefill-0", "decode"), ("decode-1", "decode"), ("prefill-0", "prefill")):
+            before = clients.num_answers
+            await asyncio.to_thread(wait_until, lambda before=before: clients.num_answers >= before + 4, 20, "answers go on", 0.01)
+            reply = await client.post(f"/admin/workers/{name}/role", json={"role": role, "deadline_s": DRAIN_AT_ONCE_S})
+            assert reply.status_code == 200, reply.text
+            assert reply.json()["worker"]["status"]["role"] == role
+            took_ms.append(1e3 * reply.json()["seconds"])
+        await clients.stop()
+    record_property("figures", {"took_ms": took_ms, "answers": clients.num_answers})
+    assert not clients.failures, clients.failures[0]
+    cluster.assert_clean()
+
+
 def test_requests_of_a_router_that_died_end_on_the_workers_within_a_second(cluster: SeparateCluster, record_property: Any) -> None:
     addresses = [worker["address"] for worker in cluster.workers()]
     incarnations = {worker["incarnation"] for worker in cluster.workers()}

@@ -32,6 +32,7 @@ from pd_serve.kv.transfer import write_ranges
 from pd_serve.protocol.link import (
     Failed,
     FailureReason,
+    FinishReason,
     Lease,
     Open,
     PeerInfo,
@@ -237,7 +238,7 @@ class DecodeMachine:
         num_tokens, sampling = len(frame.token_ids), frame.sampling
         if not 0 <= frame.num_output_tokens < num_tokens or not 0 < frame.timeout_s <= _LONGEST_TIMEOUT_S:
             return RefusalReason.INVALID, "malformed request"
-        if problem := sampling.problem(settings.vocab_size):
+        if problem := settings.problem_of(sampling):
             return RefusalReason.INVALID, problem
         if num_tokens + sampling.max_tokens > settings.max_model_len:
             return RefusalReason.TOO_LONG, f"{num_tokens} + {sampling.max_tokens} tokens exceed {settings.max_model_len}"
@@ -327,6 +328,8 @@ class DecodeMachine:
         self._pool.retain(lease.writable_blocks)
         attempt.lease_id = None
         finish = sequence.append(notice.first_token, self._scheduler.rules)
+        if notice.is_cut:
+            finish = FinishReason.LENGTH
         token = TokenOutput(sequence.attempt_id, notice.first_token, finish, notice.logprobs, notice.num_cached_tokens)
         if finish is None:
             self._scheduler.add(sequence)

@@ -30,6 +30,7 @@ class StepCompletions:
         for command in commands:
             assert isinstance(command.notice, Completed)
             token = sampled[command.notice.attempt_id]
-            notice = msgspec.structs.replace(command.notice, first_token=token.token_id, logprobs=token.logprobs)
+            first = {"first_token": token.token_id, "logprobs": token.logprobs, "is_cut": token.is_cut}
+            notice = msgspec.structs.replace(command.notice, **first)
             taken.append(replace(command, notice=notice, compute_ended_at=result.ended_at))
         return taken

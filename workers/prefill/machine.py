@@ -171,7 +171,7 @@ class PrefillMachine:
         for entry in batch.entries if self._completes_early else ():
             job = self._jobs.get(entry.attempt_id)
             if job is not None and entry.sample is not None:
-                flushes += self._flush(job, self._completed(job, entry.start + len(entry.token_ids), _UNKNOWN, None), None)
+                flushes += self._flush(job, self._completed(job, entry.start + len(entry.token_ids), _UNKNOWN, None, False), None)
         return tuple(flushes)
 
     def on_update(self, update: SequenceUpdate, ended_at: float) -> list[Action]:
@@ -184,7 +184,7 @@ class PrefillMachine:
         if self._completes_early:
             return [] if job.tokens else self._end(job)
         first, num_tokens = update.token, job.sequence.num_computed_tokens
-        return list(self._flush(job, self._completed(job, num_tokens, first.token_id, first.logprobs), ended_at))
+        return list(self._flush(job, self._completed(job, num_tokens, first.token_id, first.logprobs, update.is_cut), ended_at))
 
     def on_flush(self, event: FlushDone) -> list[Action]:
         waiting = self._flushes.pop(event.token, None)
@@ -284,7 +284,7 @@ class PrefillMachine:
             return FailureReason.REFUSED, f"{num_tokens} + {frame.sampling.max_tokens} tokens exceed {settings.max_model_len}"
         if not all(0 <= token < settings.vocab_size for token in frame.token_ids):
             return FailureReason.REFUSED, "malformed request"
-        if problem := frame.sampling.problem(settings.vocab_size):
+        if problem := settings.problem_of(frame.sampling):
             return FailureReason.REFUSED, problem
         if frame.attempt_id in self._jobs or self._scheduler.get(frame.attempt_id) is not None:
             return FailureReason.REFUSED, "attempt is here already"
@@ -335,7 +335,7 @@ class PrefillMachine:
         limit = settings.max_packing_nbytes
         return tuple(plan_packings(settings.layout, job.layout, route.heads, blocks, job.target.blocks, start, end, limit))
 
-    def _completed(self, job: _Job, num_tokens: int, first_token: int, logprobs: TokenLogprobs | None) -> list[Completed]:
+    def _completed(self, job: _Job, num_tokens: int, first_token: int, logprobs: TokenLogprobs | None, is_cut: bool) -> list[Completed]:
         """By route."""
         return [
             Completed(
@@ -351,6 +351,7 @@ class PrefillMachine:
                 nbytes=nbytes,
                 num_cached_tokens=job.sequence.num_cached_tokens,
                 compute_to_notice_s=0.0,
+                is_cut=is_cut,
             )
             for index, nbytes in enumerate(job.pushed_nbytes)
         ]

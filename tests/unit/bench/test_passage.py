@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pd_serve.bench.errors import BenchError
-from pd_serve.bench.passage import FIRST_STEP, LayerPush, Leg, Told, Transfer, figures_of, passages_of, typical
+from pd_serve.bench.passage import FIRST_STEP, figures_of, passages_of, typical
 from pd_serve.bench.records import RequestRecord
 from pd_serve.protocol.control import AttemptTimeline, RequestTimeline
+from pd_serve.protocol.worker_traces import LayerPush, Leg, Told, Transfer
 
 
 def push(layer: int, written_s: float, end_s: float, chunk: int = 0) -> LayerPush:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pd_serve.cli.app import run
-from pd_serve.protocol.control import STATUS_PATH, BlockStatus, PairStatus, PeerLaneStatus, RouterStatus, WorkerStatus
+from pd_serve.protocol.control import STATUS_PATH, BlockStatus, BreakerStatus, PairStatus, PeerLaneStatus, RouterStatus, WorkerStatus
 from pd_serve.protocol.link import Role
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -77,6 +77,15 @@ def test_table_shows_queues_and_memory(capsys: pytest.CaptureFixture[str], monke
     text = capsys.readouterr().out
     for word in ("decode-0", "ready", "555", "40/100", "+20 cached", "1 quarantined", "1 posix", "demo"):
         assert word in text
+
+
+def test_table_shows_a_breaker_that_is_not_closed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    breakers = (BreakerStatus(leg="prefill", state="closed", failures=1), BreakerStatus(leg="decode", state="open", failures=5))
+    status = STATUS.model_copy(update={"workers": (WORKER.model_copy(update={"breakers": breakers}),)})
+    with serving(answers(status)) as endpoint:
+        assert run(["status", "--once", "--router", endpoint.url]) == 0
+    assert "decode breaker open" in capsys.readouterr().out
 
 
 def test_pairs_are_shown_with_their_conversion_or_why_they_do_not_fit(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pd_serve.engine.sequence import Sequence, SequenceKind, StopRules
+from pd_serve.grammar.base import Grammar, GrammarKind
 from pd_serve.ids import AttemptId
 from pd_serve.protocol.link import FinishReason
 from pd_serve.protocol.sampling import SamplingParams
@@ -64,3 +65,13 @@ def test_sampler_is_given_history_only_where_a_penalty_needs_it() -> None:
     spec = make(num_tokens=5, num_prompt=3, repetition_penalty=1.1).sample_spec()
     assert (spec.prompt_ids, spec.output_ids) == ((10, 11, 12), (13, 14))
     assert (spec.position, spec.num_output_tokens) == (5, 2)
+
+
+def test_an_end_that_a_grammar_let_through_ends_whatever_else_was_asked() -> None:
+    grammar = Grammar(GrammarKind.REGEX, "a")
+    sequence = make(num_tokens=5, num_prompt=3, ignore_eos=True, min_tokens=9, grammar=grammar)
+    spec = sequence.sample_spec()
+    assert (spec.prompt_ids, spec.output_ids) == ((), (13, 14)), "what a matcher is made of"
+    assert spec.eos_masked
+    assert not spec.masks_ends
+    assert sequence.append(2, RULES) is FinishReason.STOP

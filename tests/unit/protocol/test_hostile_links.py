@@ -17,6 +17,7 @@ from pd_serve.clock import MonotonicClock
 from pd_serve.errors import PdServeError, ProtocolError
 from pd_serve.ids import LinkId, RouterId
 from pd_serve.observe import Metrics, Side
+from pd_serve.protocol.cache_events import CacheEvents, CacheSnapshot
 from pd_serve.protocol.client import Link as RouterLink
 from pd_serve.protocol.client import LinkSettings, open_link
 from pd_serve.protocol.control import LINK_PATH
@@ -54,7 +55,7 @@ SECRET = "hush"
 _router, _worker = router_codec(), worker_codec()
 ROUTER_FRAMES = [
     _router.encode(frame)
-    for frame in (Peers((peer_info(),)), Open(1, (1, 2, 3), 0, sampling(), peer_id("prefill-0"), 5.0), Cancel(1), Ping(3))
+    for frame in (Peers((peer_info(),)), Open(1, (1, 2, 3), 0, sampling(), peer_id("prefill-0"), 5.0), Cancel(1), Ping(3), CacheSnapshot())
 ]
 WORKER_FRAMES = [
     _worker.encode(frame)
@@ -67,6 +68,8 @@ WORKER_FRAMES = [
         Step((TokenOutput(1, 5), TokenOutput(2, 6))),
         Failed(1, FailureReason.ENGINE, "broken"),
         Closed(1),
+        CacheEvents(0, b"12345678", part=0, num_parts=2),
+        CacheEvents(1, b"12345678", b"abcdefgh"),
     )
 ]
 FEW = settings(max_examples=30, deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -95,7 +98,7 @@ class FakeFront:
 
     def drain(self, deadline_s: float) -> None: ...
 
-    def set_role(self, role: Role) -> None: ...
+    def set_role(self, role: Role, deadline_s: float) -> None: ...
 
     async def traces(self, limit: int) -> Traces:
         return Traces(())

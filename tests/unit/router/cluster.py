@@ -11,11 +11,11 @@ from pathlib import Path
 
 import httpx
 
-from pd_serve.config import Config, ModelConfig, RouterConfig, SecurityConfig
+from pd_serve.config import Config, ModelConfig, OverloadConfig, RouterConfig, SecurityConfig
 from router.main import create_app
 from router.services import Services
 from router.tokenizer import FolderTokenizer
-from tests.fakes import serving, write_tokenizer
+from tests.fakes import CHAT_TEMPLATE, serving, write_tokenizer
 from tests.fakes_worker import MockWorker, running
 from tests.patience import PATIENCE_S, Waiting
 
@@ -66,14 +66,21 @@ def completion_body(**fields: object) -> dict[str, object]:
 
 @asynccontextmanager
 async def cluster(
-    tmp_path: Path, *workers: MockWorker, wait_ready: bool = True, security: SecurityConfig | None = None, **router: object
+    tmp_path: Path,
+    *workers: MockWorker,
+    wait_ready: bool = True,
+    security: SecurityConfig | None = None,
+    overload: OverloadConfig | None = None,
+    template: str = CHAT_TEMPLATE,
+    **router: object,
 ) -> AsyncIterator[Cluster]:
     """Ends only when nothing is left in the router's tables and at no worker."""
-    codec = FolderTokenizer(write_tokenizer(tmp_path / "model"))
+    codec = FolderTokenizer(write_tokenizer(tmp_path / "model", template))
     async with AsyncExitStack() as stack:
         addresses = {worker.info.info.peer.worker_id: await stack.enter_async_context(running(worker)) for worker in workers}
         settings = RouterConfig.model_validate({"workers": tuple(addresses.values()), **router})
-        config = Config(model=ModelConfig(name=MODEL), router=settings, security=security or SecurityConfig())
+        limits = overload or OverloadConfig()
+        config = Config(model=ModelConfig(name=MODEL), router=settings, security=security or SecurityConfig(), overload=limits)
         app = create_app(config, codec)
         url = await stack.enter_async_context(serving(app))
         http = await stack.enter_async_context(httpx.AsyncClient(base_url=url, timeout=PATIENCE_S, verify=False))

@@ -165,12 +165,12 @@ async def test_running_decodes_outlive_every_prefill_worker(tmp_path: Path) -> N
 async def test_worker_that_failed_for_a_while_is_used_again(tmp_path: Path) -> None:
     workers = [mock_worker("both-0", Role.BOTH, script=Script(fail_after=0)), mock_worker("both-1", Role.BOTH)]
     async with cluster(tmp_path, *workers, policy="round_robin") as c:
-        assert {(await c.complete()).status_code for _ in range(8)} == {200}
+        assert {(await c.complete()).status_code for _ in range(4)} == {200}, "fewer failures than open its breaker"
         workers[0].script.fail_after = -1
         before = len(workers[0].of(Open))
         assert [(await c.complete()).status_code for _ in range(4)] == [200] * 4
         assert len(workers[0].of(Open)) == before + 2
-        assert await c.metric("pd_serve_requests_total", '{code="200"}') == 12
+        assert await c.metric("pd_serve_requests_total", '{code="200"}') == 8
 
 
 async def test_first_request_after_a_link_died_in_silence(tmp_path: Path) -> None:

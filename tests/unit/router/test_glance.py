@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable
 
 import pytest
+from pydantic import ValidationError
 
 from pd_serve.config import RouterConfig
 from pd_serve.errors import ContextLengthError, InvalidRequestError, RequestError
-from pd_serve.protocol.openai import parse_chat, parse_completion
+from pd_serve.protocol.openai import MAX_PARTS, ChatCompletionRequest, parse_chat, parse_completion
+from pd_serve.protocol.openai_response_api import ResponseRequest, parse_response
 from router.admission import Limits
-from router.api.glance import LONG_BODY, check_sizes
+from router.api.glance import LONG_BODY, MAX_MEMBERS, MAX_TOOLS_NBYTES, check_sizes
 
 LIMITS = Limits(30_000, 30_000, 50_000)
 MESSAGE = {"role": "user", "content": "role"}
@@ -77,6 +79,8 @@ def test_millions_of_parts_are_refused_in_no_time(param: str, write: Callable[[]
         {"prompt": ["[" * 300] * 256},
         {"messages": [MESSAGE] * 2048},
         {"messages": [{"role": "user", "content": '"role"' * 20_000}]},
+        {"messages": [{"role": "user", "content": "{" * 70_000}] * 3},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "{}"}] * 4_000}] * 4},
         {"prompt": "x" * LONG_BODY, "logit_bias": {str(number): 0 for number in range(1024)}},
     ],
     ids=lambda fields: "-".join(fields),
@@ -102,3 +106,69 @@ def test_of_many_wrong_parts_the_first_is_told(prompt: list[object]) -> None:
     with pytest.raises(InvalidRequestError, match="prompt"):
         parse_completion(data)
     assert takes_less_than(2.0, lambda: parse_completion(data))
+
+
+PART, CALL = {"type": "text", "text": ""}, {"function": {"name": "f", "arguments": ""}}
+TOO_MANY: dict[str, tuple[str, list[object]]] = {
+    "reasoning": ("input", [{"type": "reasoning"}] * 5_000),
+    "outputs": ("input", [{"type": "function_call_output", "call_id": "c", "output": [PART] * 6_000}] * 3),
+    "parts of items": ("input", [{"role": "user", "content": [PART] * 4_000}] * 5),
+    "parts": ("messages", [{"role": "user", "content": [PART] * 4_000}] * 5),
+    "parts before nonsense": ("messages", [*[{"role": "user", "content": [PART] * 4_000}] * 5, 5]),
+    "calls": ("messages", [{"role": "assistant", "tool_calls": [CALL] * 6_000}] * 3),
+    "many fields": ("messages", [{"role": "user", "content": "x", **{f"f{number}": 1 for number in range(7_000)}}]),
+    "many fields of parts": ("input", [{"role": "user", "content": [PART | {f"f{number}": 1 for number in range(7_000)}]}]),
+    "tools": ("tools", [{"type": "function", "function": {"name": "f", "description": "x" * MAX_TOOLS_NBYTES}}]),
+}
+
+
+@pytest.mark.parametrize(("param", "given"), TOO_MANY.values(), ids=TOO_MANY.keys())
+@pytest.mark.parametrize("others", [{}, {"messages": []}], ids=["alone", "beside"])
+def test_items_parts_calls_and_tools_are_counted_before_they_are_parsed(param: str, given: list[object], others: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequestError, match=r"at most|more than") as refused:
+        check_sizes(body(**{**others, param: given}), LIMITS, RouterConfig())
+    assert refused.value.param == param
+
+
+def test_members_of_objects_are_counted() -> None:
+    many: dict[str, object] = {f"f{number}": 1 for number in range(7_000)}
+    for param in ("chat_template_kwargs", "metadata"):
+        with pytest.raises(InvalidRequestError, match="at most") as refused:
+            check_sizes(body(**{param: many}), LIMITS, RouterConfig())
+        assert refused.value.param == param
+    with pytest.raises(InvalidRequestError, match="parameters"):
+        check_sizes(body(**many), LIMITS, RouterConfig())
+
+
+def test_what_is_counted_is_bounded_in_each_message_as_well() -> None:
+    for param, given in (
+        ("messages[0].content", [{"role": "user", "content": [PART] * (MAX_PARTS + 1)}]),
+        ("messages[0].tool_calls", [{"role": "assistant", "tool_calls": [CALL] * (MAX_PARTS + 1)}]),
+    ):
+        assert MAX_PARTS < MAX_MEMBERS
+        with pytest.raises(InvalidRequestError, match="Invalid value") as refused:
+            parse_chat(json.dumps({"model": "m", "messages": given}).encode())
+        assert refused.value.param == param
+    with pytest.raises(InvalidRequestError, match="at most"):
+        parse_response(json.dumps({"model": "m", "input": [{"role": "user", "content": [PART] * (MAX_PARTS + 1)}]}).encode())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"input": [5] * 1000},
+        {"input": [{"type": "message", "role": "user", "content": [5] * 1000}]},
+        {"input": [{"type": "function_call_output", "call_id": "c", "output": [5] * 1000}]},
+        {"input": "x", "tools": [5] * 100},
+        {"input": "x", "include": [5] * 100},
+        {"messages": [MESSAGE], "stop": [5] * 100},
+        {"messages": [MESSAGE], "stop_token_ids": ["x"] * 100},
+        {"messages": [{"role": "user", "content": [5] * 1000}]},
+        {"messages": [{"role": "assistant", "tool_calls": [5] * 1000}]},
+    ],
+    ids=range(9),
+)
+def test_of_a_list_only_the_first_wrong_part_is_looked_at(fields: dict[str, object]) -> None:
+    with pytest.raises(ValidationError) as found:
+        (ResponseRequest if "input" in fields else ChatCompletionRequest).model_validate_json(json.dumps({"model": "m", **fields}))
+    assert found.value.error_count() <= 3

@@ -11,17 +11,23 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from pd_serve.clock import VirtualClock
+from pd_serve.config import BreakerConfig
 from pd_serve.ids import PeerId
 from pd_serve.observe import Metrics, Side
 from pd_serve.protocol.link import FinishReason, Open, Reserved, Role, RouterFrame, Step, TokenOutput
+from router.assignment import Assigner
+from router.breaker import Breakers
 from router.dispatcher import Dispatcher, DispatcherSettings
 from router.generation import Generation
 from router.lifecycle import LifecycleSettings
+from router.linked_worker import LinkedWorker
 from router.load import LoadBook
 from router.occupancy import OwnOccupancy
-from router.policy.base import RoutingSettings
+from router.policy.base import Leg, RoutingSettings
+from router.policy.chooser import RouteChooser
 from router.policy.least_tokens import LeastTokens
-from router.pool import LinkedWorker
+from router.prefixes import Prefixes
+from router.throughput import Throughput
 from tests.fakes import block_counts, load, peer_id, peer_info, sampling, welcome
 
 FEW, MANY = 200, 800
@@ -33,6 +39,8 @@ class Pool:
 
     def __init__(self) -> None:
         self.opened: list[int] = []
+        self.prefixes = Prefixes(lambda: 0.0)
+        self.breakers = Breakers(BreakerConfig(), Metrics(CollectorRegistry(), Side.ROUTER), {})
         info = welcome(peer_info(PEER, Role.BOTH))
         self.workers = (LinkedWorker(PEER, "http://x", None, info, load(Role.BOTH, block_counts(1 << 20)), 0.0),)  # type: ignore[arg-type]
 
@@ -55,7 +63,9 @@ def dispatcher(pool: Pool, max_sequences: int) -> Dispatcher:
         share_prefix=True,
     )
     metrics = Metrics(CollectorRegistry(), Side.ROUTER)
-    return Dispatcher(pool, LeastTokens(), settings, metrics, VirtualClock(), OwnOccupancy())  # type: ignore[arg-type]
+    chooser = RouteChooser(LeastTokens(Leg.PREFILL), LeastTokens(Leg.DECODE), settings.routing)
+    clock = VirtualClock()
+    return Dispatcher(pool, Assigner(pool, chooser, Throughput(), clock.now), settings, metrics, clock, OwnOccupancy())  # type: ignore[arg-type]
 
 
 def calls_of(work: Callable[[], object]) -> int:

@@ -77,6 +77,27 @@ async def test_a_long_chat_is_not_even_rendered(tmp_path: Path, monkeypatch: pyt
         assert rendered == [1]
 
 
+LONG_CALL = {"function": {"name": "f", "arguments": "x" * 601}}
+
+
+@pytest.mark.parametrize(
+    ("param", "fields"),
+    [
+        ("messages", {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "x" * 601}]}),
+        ("messages", {"messages": [{"role": "assistant", "tool_calls": [LONG_CALL]}]}),
+        ("tools", {"tools": [{"type": "function", "function": {"name": "f", "description": "x" * 601}}]}),
+    ],
+)
+async def test_all_that_a_template_may_show_is_bounded_before_it_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, param: str, fields: dict[str, object]
+) -> None:
+    rendered: list[int] = []
+    monkeypatch.setattr(FolderTokenizer, "render_chat", lambda *_: rendered.append(1) or "x")
+    async with cluster(tmp_path, mock_worker(role=Role.BOTH), max_prompt_tokens=50) as c:
+        reply = await c.chat(**fields)
+    assert (reply.status_code, reply.json()["error"]["param"], rendered) == (400, param, [])
+
+
 async def test_the_length_of_texts_can_be_bounded(tmp_path: Path) -> None:
     async with cluster(tmp_path, mock_worker(role=Role.BOTH), max_prompt_chars=20) as c:
         assert (await c.complete(prompt="x" * 20)).status_code == 200

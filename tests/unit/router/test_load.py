@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from pd_serve.protocol.link import PeerStatus
 from router import load as module
+from router.assignment import as_worst_known
+from router.linked_worker import LinkedWorker
 from router.load import REPORT_LAG_S, LoadBook
-from tests.fakes import block_counts, load, peer_id
+from tests.fakes import block_counts, joined, load, peer_id, peer_info, welcome
 
 BLOCK = 16
 
@@ -95,3 +98,62 @@ def test_a_sum_that_keeps_what_was_covered_is_noticed(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(module._Charges, "cover", keeps)
     assert any(_differs(seed) for seed in range(20))
+
+
+def test_view_is_kept_until_something_changes() -> None:
+    """Of 1,000 workers, a request changes two."""
+    book, worker = LoadBook(), _linked()
+    first = book.view(worker, False)
+    assert book.view(worker, False) is first
+    book.charge(1, None, worker.peer, 100)
+    assert book.view(worker, False).decode_tokens == 100
+    book.release(1, (worker.peer,))
+    assert book.view(worker, False) == first
+    worker.load = load(prefill_queue_tokens=70)
+    assert book.view(worker, False).prefill_backlog_tokens == 70
+    worker.peer_status = PeerStatus((joined(peer_id("p0")),))
+    assert book.view(worker, False).bandwidths == {peer_id("p0"): 1e9}
+    assert book.view(worker, True).is_joining
+    assert book.view(worker, True, 5.0).prefill_tokens_per_s == 5.0
+
+
+def test_report_of_an_empty_queue_ends_prompts_of_which_nobody_said_that_they_are_computed() -> None:
+    """Such as those of a request that moved: its first token came long ago."""
+    book, peer = LoadBook(short_tokens=100), peer_id()
+    book.charge(1, None, peer, 50)
+    book.told(1, peer, 1.0)
+    book.reported(peer, 1.0 + REPORT_LAG_S / 2, is_queue_empty=True)
+    assert book._worker(peer).prefill.num_short_tokens == 50, "too early to know of it"
+    book.reported(peer, 1.0 + 2 * REPORT_LAG_S)
+    assert book._worker(peer).prefill.num_short_tokens == 50, "something is still to be computed there"
+    book.reported(peer, 1.1 + 2 * REPORT_LAG_S, is_queue_empty=True)
+    assert book._worker(peer).prefill.num_short_tokens == 0
+    assert book.num_sequences(peer, load()) == 1
+
+
+def test_what_a_worker_has_cached_is_no_backlog() -> None:
+    book, prefill, decode = LoadBook(), peer_id("p0"), peer_id("d0")
+    book.charge(1, prefill, decode, 1000, num_to_compute=40)
+    assert book.prefill_backlog_tokens(prefill, load()) == 40
+    assert book.decode_tokens(decode, load()) == 1000
+
+
+def test_old_report_is_no_report_of_an_idle_worker() -> None:
+    """One has been silent for long: it counts as loaded as the most loaded of the others."""
+    book = LoadBook()
+    workers = [_linked(f"d{index}") for index in range(3)]
+    for worker in workers:
+        book.reported(worker.peer, 1.0)
+    for worker in workers[1:]:
+        book.reported(worker.peer, 9.0)
+    workers[2].load = load(prefill_queue_tokens=300)
+    views = as_worst_known([book.view(worker, False, stale_before=8.0) for worker in workers])
+    assert [view.is_stale for view in views] == [True, False, False]
+    assert [view.prefill_backlog_tokens for view in views] == [300, 0, 300]
+    workers[0].load = load(prefill_queue_tokens=500)
+    views = as_worst_known([book.view(worker, False, stale_before=8.0) for worker in workers])
+    assert views[0].prefill_backlog_tokens == 500, "what is known to be worse stays"
+
+
+def _linked(name: str = "decode-0") -> LinkedWorker:
+    return LinkedWorker(peer_id(name), "http://x", None, welcome(peer_info(peer_id(name))), load(), 0.0)  # type: ignore[arg-type]

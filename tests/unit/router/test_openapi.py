@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import threading
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
@@ -19,10 +15,9 @@ from schemathesis.generation import GenerationMode
 from schemathesis.generation.case import Case
 from schemathesis.schemas import APIOperation
 
-from pd_serve.protocol.link import Role
 from router.api.openapi import OPENAPI_PATH
-from tests.fakes_worker import mock_worker
-from tests.unit.router.cluster import MODEL, Cluster, cluster
+from tests.unit.router.cluster import MODEL, Cluster
+from tests.unit.router.elsewhere import serving_elsewhere
 
 EXAMPLES = 12
 """Per operation."""
@@ -33,30 +28,15 @@ CHECKS = [
     checks.response_schema_conformance,
 ]
 """Not that all bad values are refused: JSON's "1" and 1.0 are taken for 1, as other servers do."""
+LIMITS: dict[str, dict[str, object]] = {
+    "/v1/chat/completions": {"max_tokens": 2},
+    "/v1/completions": {"max_tokens": 2},
+    "/v1/responses": {"max_output_tokens": 2},
+}
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning",
     "ignore:Do not use the `random` module",  # it is the router in the other thread that does, now and then
 )
-
-
-@contextmanager
-def serving_elsewhere(folder: Path, **router: object) -> Iterator[Cluster]:
-    """A router and a worker in an event loop of their own: Schemathesis asks from this thread, without one."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever)
-    thread.start()
-    stack = AsyncExitStack()
-
-    async def begin() -> Cluster:
-        return await stack.enter_async_context(cluster(folder, mock_worker(role=Role.BOTH), **router))
-
-    try:
-        yield asyncio.run_coroutine_threadsafe(begin(), loop).result(20)
-    finally:
-        asyncio.run_coroutine_threadsafe(stack.aclose(), loop).result(20)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join(10)
-        loop.close()
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +64,7 @@ def _ask(operation: APIOperation, mode: GenerationMode) -> set[int]:
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Case) -> None:
         if isinstance(case.body, dict) and "model" in case.body and mode is GenerationMode.POSITIVE:
-            case.body |= {"model": MODEL, "max_tokens": 2}
+            case.body |= {"model": MODEL} | LIMITS.get(operation.path, {})
             case.body.pop("max_completion_tokens", None)
         response = case.call(timeout=10)
         statuses.add(response.status_code)

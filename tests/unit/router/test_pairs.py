@@ -9,8 +9,8 @@ import msgspec
 from pd_serve.ids import PeerId
 from pd_serve.protocol.client import Link
 from pd_serve.protocol.link import PeerInfo, PeerState, PeerStatus, Role
+from router.linked_worker import LinkedWorker
 from router.pairs import pair_statuses
-from router.pool import LinkedWorker
 from tests.fakes import kv_layout, load, peer_id, peer_info, welcome
 
 PREFILL, DECODE = peer_id("prefill"), peer_id("decode")

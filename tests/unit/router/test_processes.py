@@ -85,7 +85,7 @@ async def _register(url: str, address: str) -> None:
     while not waiting.is_over():
         try:
             async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
-                answer = await http.post(f"{url}/internal/v1/workers", content=body.model_dump_json())
+                answer = await http.post(f"{url}/internal/v1/workers", json=body.model_dump(mode="json"))
         except httpx.TransportError:
             await asyncio.sleep(0.05)
         else:
@@ -117,6 +117,23 @@ async def test_one_registration_reaches_every_process_and_metrics_are_of_all(tmp
         supervisor.children()[0].kill()
         await until(lambda: worker.num_links > NUM_PROCESSES, "the process that was started again has linked", PATIENCE_S)
         assert await _complete(url) == 200
+
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
+            address = (await http.get("/admin/workers")).json()["workers"][0]["status"]["address"]
+            await http.delete(f"/admin/workers/{PEER.worker_id}?force")
+            await _until_linked(url, 0)
+            assert (await _get(url, "/admin/workers")).json()["removed"] == [PEER.worker_id]
+            await http.post("/admin/workers", json={"address": address})
+        await _until_linked(url, 1)
+        assert await _complete(url) == 200
+
+
+async def _until_linked(url: str, expected: int) -> None:
+    """Every process says so: of this number the most is told."""
+    waiting = Waiting(PATIENCE_S, 0.05)
+    while f'pd_serve_linked_workers{{role="both"}} {expected}.0' not in (await _get(url, "/metrics")).text:
+        assert not waiting.is_over()
+        await asyncio.sleep(0.05)
 
 
 async def test_the_limit_of_open_requests_is_of_all_processes(tmp_path: Path) -> None:

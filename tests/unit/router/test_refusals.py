@@ -20,8 +20,8 @@ from tests.unit.router.cluster import chat_body, cluster, completion_body
 
 BAD_CHAT: list[tuple[dict[str, object], str | None]] = [
     ({"nonsense": 1}, "nonsense"),
-    ({"tools": [{"type": "function"}]}, "tools"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"response_format": {"type": "xml"}}, "response_format"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "king", "content": "x"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
@@ -142,7 +142,7 @@ async def test_control_needs_the_cluster_secret(tmp_path: Path) -> None:
         for headers in ({}, {"authorization": "Bearer no"}):
             assert (await c.http.get(STATUS_PATH, headers=headers)).status_code == 401
             assert (await c.http.post(REGISTER_PATH, content=registration.model_dump_json(), headers=headers)).status_code == 401
-        good = {"authorization": "Bearer hush"}
+        good = {"authorization": "Bearer hush", "content-type": "application/json"}
         assert (await c.http.get(STATUS_PATH, headers=good)).status_code == 200
         for content in (b"\x00\xff", b'{"worker_id": 5}', b"{}", b'{"incarnation": 1e400}'):
             assert (await c.http.post(REGISTER_PATH, content=content, headers=good)).status_code == 400
@@ -167,7 +167,7 @@ async def test_addresses_of_workers_are_bounded(tmp_path: Path, monkeypatch: pyt
         statuses = []
         for port in (1, 2, 3, 4, 1):
             worker = RegisterWorker(worker_id=f"w{port}", incarnation=1, address=f"http://127.0.0.1:{port}", role=Role.BOTH, ready=True)
-            statuses.append((await c.http.post(REGISTER_PATH, content=worker.model_dump_json())).status_code)
+            statuses.append((await c.http.post(REGISTER_PATH, json=worker.model_dump(mode="json"))).status_code)
         assert statuses == [200, 200, 200, 429, 200]
 
 

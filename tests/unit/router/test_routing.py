@@ -9,36 +9,17 @@ import msgspec
 import pytest
 
 from pd_serve.errors import ConfigError, IncompatibleError
-from pd_serve.ids import PeerId, WorkerId
+from pd_serve.ids import WorkerId
 from pd_serve.protocol.link import Role
 from router.admission import limits_of
 from router.compatibility import check_compatible
 from router.load import REPORT_LAG_S, LoadBook
-from router.policy.base import Demand, RouteKind, RoutingSettings, WorkerView, possible_routes, waits_for_compute_only
-from router.policy.least_tokens import LeastTokens
+from router.policy.base import Demand, Leg, Route, RouteKind, RoutingSettings, WorkerView
+from router.policy.candidates import waits_for_compute_only
+from router.policy.chooser import RouteChooser
 from router.policy.registry import new_policy
 from tests.fakes import block_counts, kv_layout, load, peer_id, peer_info, welcome
-
-SETTINGS = RoutingSettings(local_prefill_max_tokens=0, prefill_window_tokens=512, max_sequences=8)
-
-
-def view(name: str, role: Role, joined: tuple[PeerId, ...] = (), **fields: object) -> WorkerView:
-    base: dict[str, object] = {
-        "peer": peer_id(name),
-        "role": role,
-        "max_model_len": 2048,
-        "num_pool_tokens": 4096,
-        "num_free_tokens": 4096,
-        "prefill_backlog_tokens": 0,
-        "decode_tokens": 0,
-        "num_sequences": 0,
-        "joined": frozenset(joined),
-        "is_joining": False,
-    }
-    return WorkerView(**{**base, **fields})  # type: ignore[arg-type]
-
-
-P0, P1, D0, D1 = (peer_id(name) for name in ("p0", "p1", "d0", "d1"))
+from tests.unit.router.routes import D0, D1, P0, P1, SETTINGS, chooser, possible_routes, view
 
 
 def names(routes: object) -> set[tuple[str | None, str]]:
@@ -155,22 +136,27 @@ def test_colocated_and_disaggregated_workers_mix() -> None:
 
 def test_round_robin_takes_turns() -> None:
     workers = tuple(view(f"d{i}", Role.DECODE) for i in range(3))
-    policy = new_policy("round_robin")
-    demand = Demand(10, 10)
-    chosen = [policy.choose(demand, possible_routes(demand, workers, SETTINGS)).decode.peer.worker_id for _ in range(6)]
+    turns, demand = chooser("round_robin"), Demand(10, 10)
+    chosen = [chosen_of(turns, demand, workers).decode.peer.worker_id for _ in range(6)]
     assert sorted(chosen[:3]) == ["d0", "d1", "d2"]
     assert chosen[:3] == chosen[3:]
     with pytest.raises(ConfigError, match="known"):
-        new_policy("magic")
+        new_policy("magic", Leg.DECODE)
+
+
+def chosen_of(router: RouteChooser, demand: Demand, workers: tuple[WorkerView, ...]) -> Route:
+    route = router.choose(demand, workers)
+    assert route is not None
+    return route
 
 
 def test_burst_spreads_by_tokens_before_any_report() -> None:
     """200 prompts of mixed length on 4 prefill workers, no Load in between: the most loaded has less than 1.3 times the mean."""
     rng = random.Random(3)
-    book, policy = LoadBook(), LeastTokens()
+    book = LoadBook()
     peers = [peer_id(f"p{i}") for i in range(4)]
     decode = peer_id("d0")
-    settings = RoutingSettings(0, 10**9, 10**9)
+    router = chooser("least_tokens", RoutingSettings(0, 10**9, 10**9))
     idle = load(Role.PREFILL)
     sent = dict.fromkeys(peers, 0)
     for key in range(200):
@@ -179,9 +165,7 @@ def test_burst_spreads_by_tokens_before_any_report() -> None:
         ]
         num_tokens = rng.choice((20, 100, 500, 1900))
         demand = Demand(num_tokens, 10)
-        route = policy.choose(
-            demand, possible_routes(demand, (*workers, view("d0", Role.DECODE, tuple(peers), num_free_tokens=10**9)), settings)
-        )
+        route = chosen_of(router, demand, (*workers, view("d0", Role.DECODE, tuple(peers), num_free_tokens=10**9)))
         assert route.prefill is not None
         book.charge(key, route.prefill.peer, decode, num_tokens)
         sent[route.prefill.peer] += num_tokens
@@ -190,12 +174,12 @@ def test_burst_spreads_by_tokens_before_any_report() -> None:
 
 def test_new_empty_worker_is_not_flooded() -> None:
     """It gets what comes until it has as much as the others, and its share from then on: charged when sent, not when it reports."""
-    book, policy = LoadBook(), LeastTokens()
+    book = LoadBook()
     decodes, idle = [peer_id(f"d{i}") for i in range(4)], load(Role.DECODE)
-    settings = RoutingSettings(0, 10**9, 10**9)
+    router = chooser("least_tokens", RoutingSettings(0, 10**9, 10**9))
     for key in range(100):
         present = decodes if key >= 40 else decodes[:3]
-        workers = [
+        workers = tuple(
             view(
                 peer.worker_id,
                 Role.DECODE,
@@ -204,9 +188,8 @@ def test_new_empty_worker_is_not_flooded() -> None:
                 prefill_backlog_tokens=0,
             )
             for peer in present
-        ]
-        demand = Demand(100, 10)
-        book.charge(key, None, policy.choose(demand, possible_routes(demand, workers, settings)).decode.peer, 100)
+        )
+        book.charge(key, None, chosen_of(router, Demand(100, 10), workers).decode.peer, 100)
     held = [book.num_sequences(peer, idle) for peer in decodes]
     assert sum(held) == 100
     assert max(held) <= 25 + 1, held

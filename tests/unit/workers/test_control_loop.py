@@ -235,7 +235,7 @@ def test_drain_refuses_new_work_finishes_the_old_and_reports_idle_at_once(gated:
 
 def test_role_is_reported_after_it_was_set(pair: tuple[Rank, Rank]) -> None:
     _, decode = pair
-    decode.driver.send(SetRole(Role.DECODE))
+    decode.driver.send(SetRole(Role.DECODE, 30.0))
     decode.driver.wait_rank(Report, lambda report: report.load.role is Role.DECODE)
 
 

@@ -120,6 +120,15 @@ def test_a_first_token_that_ends_the_answer_leaves_only_cached_blocks(
     assert (worker.num_held_blocks, worker.machine.pool.counts().cached) == (0, 1)
 
 
+@pytest.mark.parametrize("first", [42, EOS])
+def test_an_answer_that_prefill_had_to_cut_is_not_whole(worker: Worker, first: int) -> None:
+    """As where one worker does both: its grammar could be kept no further, and the end was sampled for want of anything else."""
+    frame = open_frame(1, prompt(6))
+    actions = _arrive(worker, completed(_target(worker, frame), frame, first, is_cut=True))
+    assert [output.finish for output in only_frame(Step, actions).outputs] == [FinishReason.LENGTH]
+    assert all_of(RunBatch, actions) == []
+
+
 def test_a_second_completion_is_stale(worker: Worker) -> None:
     frame = open_frame(1, prompt(6))
     notice = completed(_target(worker, frame), frame)

@@ -8,6 +8,7 @@ import pytest
 
 from pd_serve.clock import MonotonicClock
 from pd_serve.engine.batch import Batch, StepResult
+from pd_serve.grammar.base import Grammar, GrammarKind
 from tests.patience import PATIENCE_S
 from workers.engine_thread import MAX_FAILED_STEPS, EngineFailed, EngineThread, LayerHook
 from workers.events import StepDone, StepFailed
@@ -49,6 +50,16 @@ def test_layers_are_reported_before_the_end_of_their_step(engine: tuple[EngineTh
     assert [(item.step_id, item.layer, item.ready) for item in layers if isinstance(item, LayerReady)] == [(4, 0, None), (4, 1, None)]
     assert isinstance(said.get(timeout=PATIENCE_S), StepDone)
     assert runner.threads == {"engine"}
+
+
+def test_a_grammar_that_is_to_come_is_prepared_where_that_is_possible(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:
+    thread, said = engine
+    grammar = Grammar(GrammarKind.REGEX, "a")
+    prepared: list[Grammar] = []
+    thread.expect(grammar)
+    thread.serve(Runner(), LayerHook(said.put), prepared.append)
+    thread.expect(grammar)
+    assert prepared == [grammar]
 
 
 def test_layers_held_back_are_told_with_the_next_that_is_pushed(engine: tuple[EngineThread, SimpleQueue[object]]) -> None:

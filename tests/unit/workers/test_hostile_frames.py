@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pd_serve.errors import ProtocolError
+from pd_serve.protocol.cache_events import CacheSnapshot
 from pd_serve.protocol.link import Cancel, Failed, FailureReason, Open, Peers, Ping, Refused, Reserved, Role, Step, router_codec
 from pd_serve.protocol.notify import Abandon, Completed, NoticeUnion, Quiesced, notice_codec
 from pd_serve.transport.base import PeerJoined
@@ -45,6 +46,7 @@ FRAMES = [
         prefill_frame(5, prompt(9), lease_id=2, num_cached=4),
         Cancel(1),
         Ping(7),
+        CacheSnapshot(),
     )
 ]
 MANY = settings(max_examples=400, deadline=None, database=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

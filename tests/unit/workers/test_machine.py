@@ -30,7 +30,6 @@ from workers.events import (
     LinkClosed,
     LinkOpened,
     RemovePeer,
-    RoleSet,
     RunBatch,
     Tick,
     TransportReported,
@@ -159,12 +158,12 @@ def test_a_change_of_peers_is_told_to_the_router(worker: Worker) -> None:
 
 def test_load_is_sent_when_it_changed_and_not_too_often(worker: Worker) -> None:
     worker.now += 0.05
-    assert frames(Load, worker.do(RoleSet(Role.BOTH))) == []
+    assert frames(Load, worker.frame(open_frame(1, prompt(6), writer=None))) == []
     due = worker.machine.next_deadline()
     assert due == pytest.approx(100.1)
     worker.now = due
     load = only_frame(Load, worker.do(Tick()))
-    assert (load.role, load.seq) == (Role.BOTH, 2)
+    assert (load.waiting + load.running, load.seq) == (1, 2)
     worker.now += 0.2
     assert frames(Load, worker.do(Tick())) == []
     worker.now += 1000.0

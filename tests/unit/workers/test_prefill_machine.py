@@ -65,6 +65,21 @@ def test_each_chunk_is_pushed_as_far_as_it_was_computed(worker: Worker) -> None:
     assert first.batch.has_push
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2], ids=["with the step", "after it"])
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_decode_is_told_of_an_answer_that_had_to_be_cut(num_ranks: int, is_cut: bool) -> None:
+    model_heads = PREFILL.layout.num_kv_heads * num_ranks
+    worker = Worker(msgspec.structs.replace(PREFILL, transport_metadata=(b"m",) * num_ranks, total_kv_heads=model_heads))
+    holder = msgspec.structs.replace(DECODE, transport_metadata=(b"m",) * num_ranks, total_kv_heads=model_heads)
+    worker.join(holder)
+    actions = worker.frame(prefill_frame(1, prompt(6), holder=holder))
+    flushes = all_of(FlushThenNotify, worker.finish_step(batch_of(actions), 42, is_cut))
+    assert len(flushes) == num_ranks
+    for flush in flushes:
+        assert isinstance(flush.notice, Completed)
+        assert (flush.notice.first_token, flush.notice.is_cut) == (42, is_cut)
+
+
 def test_completion_follows_the_flush_and_source_blocks_stay_until_then(worker: Worker) -> None:
     flush = _run_to_flush(worker, prefill_frame(1, prompt(6)))
     assert isinstance(flush.notice, Completed)

@@ -1,0 +1,46 @@
+"""The worker that has most of the prompt in its prefix cache, as long as the load is balanced; otherwise the least loaded one.
+
+Source: SGLang's router (cache_aware: --cache-threshold, --balance-abs-threshold, --balance-rel-threshold): workers are out of balance when
+the most loaded exceeds the least loaded by more than an absolute and by more than a relative threshold. There load is counted in requests,
+here in tokens; there the router guesses what is cached, here the workers tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from router.policy.base import Demand, Leg, Scorer, WorkerView
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceSettings:
+    """Load is out of balance when both are exceeded."""
+
+    min_difference_tokens: int
+    max_ratio: float
+
+
+class CacheAware:
+    """Ties of what is cached, which is all without a hit, go to the least loaded."""
+
+    looks_at_pairs = False
+    reads_cached = True
+
+    def __init__(self, leg: Leg, settings: BalanceSettings) -> None:
+        self._leg = leg
+        self._settings = settings
+
+    def scorer(self, workers: Sequence[WorkerView], demand: Demand) -> Scorer:
+        leg, cached = self._leg, demand.cached
+        if not cached or not self._is_balanced(workers):
+            return lambda worker, partner: (0, worker.load(leg))
+        return lambda worker, partner: (-cached.get(worker.peer, 0), worker.load(leg))
+
+    def chosen(self, worker: WorkerView) -> None:
+        return None
+
+    def _is_balanced(self, workers: Sequence[WorkerView]) -> bool:
+        loads = [worker.load(self._leg) for worker in workers]
+        most, least = max(loads), min(loads)
+        return most - least <= self._settings.min_difference_tokens or most <= self._settings.max_ratio * least

@@ -1,0 +1,91 @@
+"""Which workers can take a request now. A pair can when its prefill has joined its decode, neither is draining, the request fits, and the
+worker that computes the prompt could start it within about a step: the queue lives in the router, so that no reserved block waits one out.
+A short prompt is started in the next step however long the others are (pd_serve.engine.scheduler_prompts): only those as short count.
+
+No list of pairs is made: where all workers are joined, a look at all of them takes time in their number, not in that of the pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pd_serve.protocol.link import Role
+from router.policy.base import Demand, RoutingSettings, WorkerView
+
+
+class Candidates:
+    """Of one request, as of now."""
+
+    __slots__ = ("_demand", "_is_idle", "_settings", "_usual_partner", "beside", "decodes", "prefills", "starting")
+
+    def __init__(self, demand: Demand, workers: Sequence[WorkerView], settings: RoutingSettings, is_idle: bool = False) -> None:
+        """`is_idle`: as if no prompt were being computed anywhere."""
+        self._demand = demand
+        self._settings = settings
+        self._is_idle = is_idle
+        self.decodes = [worker for worker in workers if _can_hold(demand, worker, settings)]
+        beside = [worker for worker in self.decodes if worker.peer == demand.beside]
+        self.beside = beside[0] if beside else None
+        """Has the prompt, and room."""
+        self.prefills = [worker for worker in workers if worker.role is Role.PREFILL and _can_compute(demand, worker)]
+        self.starting = [worker for worker in self.prefills if self.can_start(worker)]
+        self._usual_partner: WorkerView | None = self.prefills[0] if self.prefills else None
+
+    def can_start(self, worker: WorkerView) -> bool:
+        settings = self._settings
+        if self._is_idle or worker.prefill_backlog_tokens < settings.prefill_window_tokens:
+            return True
+        num_tokens = self._demand.num_tokens
+        return num_tokens <= settings.short_prompt_tokens and worker.short_backlog_tokens + num_tokens <= settings.short_window_tokens
+
+    def local_reason(self, decode: WorkerView) -> str:
+        """The rule by which the prompt is computed where it decodes; empty: there is none."""
+        limit, demand = self._settings.local_prefill_max_tokens, self._demand
+        if decode.role is Role.BOTH and not self._has_partner(decode):
+            return "colocated"
+        if not self.prefills:
+            return "no_prefill_worker"
+        if demand.num_tokens <= limit:
+            return "short_prompt"
+        if limit and demand.num_uncached(decode.peer) <= limit:
+            return "short_uncached"
+        if not decode.is_joining and not self._has_partner(decode) and not any(prefill.is_joining for prefill in self.prefills):
+            return "no_joined_pair"
+        return ""
+
+    def _has_partner(self, decode: WorkerView) -> bool:
+        """Most have the same."""
+        usual = self._usual_partner
+        if usual is not None and are_joined(usual, decode):
+            return True
+        self._usual_partner = next((prefill for prefill in self.prefills if are_joined(prefill, decode)), usual)
+        return self._usual_partner is not None and are_joined(self._usual_partner, decode)
+
+
+def waits_for_compute_only(demand: Demand, workers: Sequence[WorkerView], settings: RoutingSettings) -> bool:
+    """Whether there were a route if no prompt was being computed anywhere: nothing that others take meanwhile is missing."""
+    idle = Candidates(demand, workers, settings, is_idle=True)
+    return any(idle.local_reason(decode) or any(are_joined(prefill, decode) for prefill in idle.prefills) for decode in idle.decodes)
+
+
+def are_joined(prefill: WorkerView, decode: WorkerView) -> bool:
+    return decode.peer in prefill.joined and prefill.peer in decode.joined
+
+
+def could_hold(demand: Demand, worker: WorkerView) -> bool:
+    """It could be generated there, were the worker idle."""
+    return worker.can_decode and _can_compute(demand, worker)
+
+
+def _can_hold(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> bool:
+    return (
+        worker.role is not Role.PREFILL
+        and demand.num_tokens + demand.max_new_tokens <= worker.max_model_len
+        and demand.num_tokens < worker.num_free_tokens
+        and worker.num_sequences < settings.max_sequences
+    )
+
+
+def _can_compute(demand: Demand, worker: WorkerView) -> bool:
+    """Were the worker idle. A prefill worker refuses what it could not finish by itself."""
+    return demand.num_tokens + demand.max_new_tokens <= worker.max_model_len and demand.num_tokens < worker.num_pool_tokens

@@ -1,0 +1,34 @@
+"""Two workers drawn at random, the less loaded of them: routers that know nothing of each other do not all run to the same one.
+
+Source: Mitzenmacher, "The Power of Two Choices in Randomized Load Balancing", IEEE TPDS 12(10), 2001.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from router.policy.base import Demand, Leg, Score, Scorer, WorkerView
+
+
+class PowerOfTwo:
+    """The others come after these two, by load, for where neither can be joined with the other leg's."""
+
+    looks_at_pairs = False
+    reads_cached = False
+
+    def __init__(self, leg: Leg, rng: random.Random) -> None:
+        self._leg = leg
+        self._rng = rng
+
+    def scorer(self, workers: Sequence[WorkerView], demand: Demand) -> Scorer:
+        drawn = workers if len(workers) <= 2 else self._rng.sample(workers, 2)
+        peers = frozenset(worker.peer for worker in drawn)
+
+        def score(worker: WorkerView, partner: WorkerView | None) -> Score:
+            return worker.peer not in peers, worker.load(self._leg)
+
+        return score
+
+    def chosen(self, worker: WorkerView) -> None:
+        return None
