@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Self, TypeVar
+from typing import TYPE_CHECKING, Annotated
 from urllib.parse import quote
 
-import httpx
 import typer
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from pd_serve.cli.http import EndpointError, refused, unreachable
 from pd_serve.cli.options import ConfigOption, JsonOption, RouterOption, SetOption, sources
 from pd_serve.config_sources import load_config
-from pd_serve.protocol.admin import ADMIN_WORKERS_PATH, AddWorker, Fleet, FleetAddress, FleetWorker, RoleSwitched
+from pd_serve.protocol.admin import Fleet, FleetAddress, FleetWorker, RoleSwitched
 from pd_serve.protocol.control import DrainRequest, RoleRequest
 from pd_serve.protocol.link import Role
-from pd_serve.tls import client_tls
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from pd_serve.cli.fleet_admin import FleetAdmin
+
 DEFAULT_ROUTER = "http://127.0.0.1:8000"
-_LOOK_S = 0.2
-_HTTP_TIMEOUT_S = 15.0
-_PLACE: TypeAdapter[FleetWorker | FleetAddress] = TypeAdapter(FleetWorker | FleetAddress)
 
 workers = typer.Typer(
     name="workers",
@@ -42,53 +36,16 @@ WorkerArgument = Annotated[str, typer.Argument(metavar="WORKER", help="Id of the
 WaitOption = Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait for it; 0: return at once")]
 
 
-class _Admin:
-    """One command's calls."""
+def _admin(router: str, config: Path | None, sets: list[str] | None) -> FleetAdmin:
+    from pd_serve.cli.fleet_admin import FleetAdmin  # with httpx, which help does without
 
-    def __init__(self, router: str, config: Path | None, sets: list[str] | None) -> None:
-        self._url = router.rstrip("/")
-        security = load_config(sources(config, sets, ())).security
-        headers = {"Authorization": f"Bearer {security.cluster_secret}"} if security.cluster_secret else {}
-        self._http = httpx.Client(
-            base_url=self._url, headers=headers, timeout=_HTTP_TIMEOUT_S, trust_env=False, verify=client_tls(security)
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._http.close()
-
-    def fleet(self) -> Fleet:
-        return self.call("GET", "", None, Fleet.model_validate_json)
-
-    def call(self, method: str, path: str, body: BaseModel | None, parse: Callable[[bytes], T]) -> T:
-        """Raises EndpointError, with the router's own words where it refused."""
-        content = None if body is None else body.model_dump_json()
-        try:
-            reply = self._http.request(method, ADMIN_WORKERS_PATH + path, content=content, headers={"content-type": "application/json"})
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise unreachable(self._url, error) from error
-        if reply.is_error:
-            raise refused(self._url, reply.status_code, reply.text)
-        try:
-            return parse(reply.content)
-        except ValidationError as error:
-            raise EndpointError(f"{self._url} is not a pd-serve router of this version") from error
-
-    def wait(self, is_so: Callable[[Fleet], bool], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not is_so(self.fleet()):
-            if time.monotonic() >= deadline:
-                return False
-            time.sleep(_LOOK_S)
-        return True
+    return FleetAdmin(router, load_config(sources(config, sets, ())).security)
 
 
 @workers.command("list", epilog="Examples:\n\n  pd-serve workers list\n\n  pd-serve workers list --json | jq -r '.workers[].status.id'")
 def list_(router: RouterOption = DEFAULT_ROUTER, json: JsonOption = False, config: ConfigOption = None, set_: SetOption = None) -> int:
     """Show the workers, the addresses without one and why, and what was removed."""
-    with _Admin(router, config, set_) as admin:
+    with _admin(router, config, set_) as admin:
         fleet = admin.fleet()
     if json:
         print(fleet.model_dump_json())
@@ -129,8 +86,8 @@ def add(
     def is_linked(fleet: Fleet) -> bool:
         return any(worker.status.address == url for worker in fleet.workers)
 
-    with _Admin(router, config, set_) as admin:
-        place = admin.call("POST", "", AddWorker(address=_checked(url)), _PLACE.validate_json)
+    with _admin(router, config, set_) as admin:
+        place = admin.add(url)
         is_in_time = not wait or admin.wait(is_linked, wait)
         fleet = admin.fleet()
     places: tuple[FleetWorker | FleetAddress, ...] = (*fleet.workers, *fleet.unlinked)
@@ -156,8 +113,8 @@ def remove(
     set_: SetOption = None,
 ) -> int:
     """Have the router let go of a worker. The worker goes on running; it is linked again once added, or started anew."""
-    with _Admin(router, config, set_) as admin:
-        place = admin.call("DELETE", f"/{quote(worker, safe='')}{'?force' if force else ''}", None, _PLACE.validate_json)
+    with _admin(router, config, set_) as admin:
+        place = admin.remove(worker, force)
         is_gone = not wait or admin.wait(lambda fleet: all(each.status.id != worker for each in fleet.workers), wait)
     _say(json, place, f"{worker}: {'removed' if wait and is_gone else 'leaving: what runs there has not ended'}")
     return 0 if is_gone else 1
@@ -174,7 +131,7 @@ def drain(
 ) -> int:
     """Have a worker take nothing new from any router, finish what it has, and end."""
     body = DrainRequest(deadline_s=deadline)
-    with _Admin(router, config, set_) as admin:
+    with _admin(router, config, set_) as admin:
         told = admin.call("POST", f"/{quote(worker, safe='')}/drain", body, FleetWorker.model_validate_json)
     _say(json, told, f"{worker}: draining, {deadline:g} s at most")
     return 0
@@ -196,18 +153,11 @@ def role(
 ) -> int:
     """Switch a worker to another role, without reloading anything. The router does so by itself with roles.auto."""
     body = RoleRequest(role=new_role, deadline_s=deadline)
-    with _Admin(router, config, set_) as admin:
+    with _admin(router, config, set_) as admin:
         switched = admin.call("POST", f"/{quote(worker, safe='')}/role", body, RoleSwitched.model_validate_json)
     took_ms = 1e3 * switched.seconds
     _say(json, switched, f"{worker}: {switched.previous.value} -> {new_role.value}, taking the new role's work after {took_ms:.0f} ms")
     return 0
-
-
-def _checked(url: str) -> str:
-    try:
-        return AddWorker(address=url).address
-    except ValidationError as error:
-        raise EndpointError(f"{url}: {error.errors(include_url=False)[0]['msg']}") from error
 
 
 def _address(place: FleetWorker | FleetAddress) -> str:
