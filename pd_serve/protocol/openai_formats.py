@@ -22,7 +22,7 @@ MAX_STRICT_PARTS = 65536
 """Of a strict schema, looked at on the event loop before its length is known; more are never within `structured.max_bytes` as it comes."""
 
 Schema = dict[str, JsonValue]
-Choices = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(min_length=1, max_length=MAX_CHOICES)]
+Choices = Annotated[tuple[Annotated[str, Field(min_length=1)], ...], Field(fail_fast=True, min_length=1, max_length=MAX_CHOICES)]
 GrammarText = Annotated[str, Field(min_length=1)]
 
 
