@@ -54,7 +54,9 @@ DECODE = peer_info("decode", Role.DECODE)
 class Worker:
     """A WorkerMachine with one open link, and the time."""
 
-    def __init__(self, info: PeerInfo, headroom_tokens: int = 4, prefill_chunk: int = 0, num_idle_blocks: int = 0) -> None:
+    def __init__(
+        self, info: PeerInfo, headroom_tokens: int = 4, prefill_chunk: int = 0, num_idle_blocks: int = 0, has_grammars: bool = True
+    ) -> None:
         settings = MachineSettings(
             info=info,
             vocab_size=100,
@@ -68,6 +70,7 @@ class Worker:
             load_interval_s=0.1,
             heartbeat_s=1000.0,
             num_idle_blocks=num_idle_blocks,
+            has_grammars=has_grammars,
         )
         scheduler = SchedulerSettings(64, 8, prefill_chunk, frozenset({EOS}), settings.max_model_len)
         self.now = 100.0

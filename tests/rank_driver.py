@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pd_serve.ids import AttemptId, LinkId, PeerId, RouterId
+from pd_serve.protocol.cache_events import CacheEvents
 from pd_serve.protocol.link import (
+    Failed,
     FromRouter,
     FrontFrame,
     LinkUp,
@@ -22,6 +24,8 @@ from pd_serve.protocol.link import (
     PrefillDone,
     RankFrame,
     RankReady,
+    Refused,
+    Report,
     Reserved,
     RouterFrame,
     Step,
@@ -70,6 +74,13 @@ class RankDriver:
         """The first frame for the router of that kind, new or kept; it and nothing else is taken out."""
         return self._wait(self.frames, kind, accept)
 
+    def wait_of(self, attempt_id: int, kind: type[F]) -> F:
+        """The first such frame of the attempt. AssertionError at once, in the rank's words, where it refuses or fails it instead."""
+        frame = self.wait(object, lambda frame: isinstance(frame, (kind, Refused, Failed)) and attempt_of(frame) == attempt_id)
+        if not isinstance(frame, kind):
+            raise AssertionError(f"no {kind.__name__}: {frame}")
+        return frame
+
     def wait_rank(self, kind: type[F], accept: Callable[[F], bool] = lambda _: True) -> F:
         return self._wait(self.reports, kind, accept)
 
@@ -81,7 +92,8 @@ class RankDriver:
                     del kept[index]
                     return frame
             if not self._receive(deadline - time.monotonic()):
-                seen = [frame for frame in [*self.frames, *self.reports] if not isinstance(frame, Load)]
+                # What says why is not what comes at every interval.
+                seen = [frame for frame in [*self.reports, *self.frames] if not isinstance(frame, Load | Report | CacheEvents)]
                 raise TimeoutError(f"no {kind.__name__} within {self.timeout_s} s; seen: {seen[-5:]}")
 
     def _receive(self, timeout_s: float) -> bool:
@@ -119,17 +131,24 @@ def join(*drivers: RankDriver) -> None:
         driver.wait(PeerStatus, lambda status: sum(state.joined for state in status.states) == len(drivers) - 1)
 
 
+def attempt_of(frame: object) -> AttemptId | None:
+    """The one that a frame is about; None: it is about none."""
+    if isinstance(frame, Step):
+        return frame.outputs[0].attempt_id
+    return frame.attempt_id if isinstance(frame, Reserved | Refused | Failed | PrefillDone) else None
+
+
 def tokens_of(driver: RankDriver, attempt_id: AttemptId) -> list[TokenOutput]:
     """Collect an attempt's tokens until its finish."""
     outputs: list[TokenOutput] = []
     while not outputs or outputs[-1].finish is None:
-        outputs += driver.wait(Step, lambda step: step.outputs[0].attempt_id == attempt_id).outputs
+        outputs += driver.wait_of(attempt_id, Step).outputs
     return outputs
 
 
 def open_local(decode: RankDriver, attempt_id: int, prompt: tuple[int, ...], sampling: SamplingParams) -> Reserved:
     decode.tell(Open(AttemptId(attempt_id), prompt, 0, sampling, None, 30.0))
-    return decode.wait(Reserved, lambda frame: frame.attempt_id == attempt_id)
+    return decode.wait_of(attempt_id, Reserved)
 
 
 def open_pair(prefill: RankDriver, decode: RankDriver, attempt_id: int, prompt: tuple[int, ...], sampling: SamplingParams) -> Reserved:
@@ -137,7 +156,7 @@ def open_pair(prefill: RankDriver, decode: RankDriver, attempt_id: int, prompt: 
     assert prefill.welcome is not None
     writer: PeerId = prefill.welcome.info.peer
     decode.tell(Open(AttemptId(attempt_id), prompt, 0, sampling, writer, 30.0))
-    reserved = decode.wait(Reserved, lambda frame: frame.attempt_id == attempt_id)
+    reserved = decode.wait_of(attempt_id, Reserved)
     assert reserved.target is not None
     prefill.tell(Prefill(AttemptId(attempt_id), prompt, 0, sampling, reserved.target))
     return reserved
@@ -147,6 +166,5 @@ def run_pair(
     prefill: RankDriver, decode: RankDriver, attempt_id: int, prompt: tuple[int, ...], sampling: SamplingParams
 ) -> list[TokenOutput]:
     open_pair(prefill, decode, attempt_id, prompt, sampling)
-    tokens = tokens_of(decode, AttemptId(attempt_id))
-    prefill.wait(PrefillDone, lambda frame: frame.attempt_id == attempt_id)
-    return tokens
+    prefill.wait_of(attempt_id, PrefillDone)
+    return tokens_of(decode, AttemptId(attempt_id))

@@ -16,6 +16,7 @@ import pytest
 
 from tests.accuracy.test_matrix import FAMILIES, config_of
 from tests.e2e.test_tensor_parallel import check_pair
+from tests.fakes import write_tokenizer
 from tests.rank_driver import join
 from tests.worker_of_ranks import WorkerOfRanks
 
@@ -28,8 +29,7 @@ SETS: dict[str, dict[str, tuple[int, int, str]]] = {
 
 @contextmanager
 def started(folder: Path, family: str, kinds: dict[str, tuple[int, int, str]]) -> Iterator[dict[str, WorkerOfRanks]]:
-    model = folder / "model"
-    model.mkdir()
+    model = write_tokenizer(folder / "model")
     (model / "config.json").write_text(json.dumps(config_of(family, vocab_size=300)))
     sections: dict[str, Any] = {"model": {"id": str(model), "load_format": "random", "dtype": "float32"}, "transport": {"verify": True}}
     workers: dict[str, WorkerOfRanks] = {}
