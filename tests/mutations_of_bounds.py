@@ -118,7 +118,7 @@ BOUNDS: dict[str, Mutation] = {
         "pd_serve/protocol/openai.py",
         "TokenIds = Annotated[tuple[TokenId, ...], Field(fail_fast=True)]",
         "TokenIds = tuple[TokenId, ...]",
-        _ROUTER + "test_glance.py::test_of_many_wrong_parts_the_first_is_told",
+        _ROUTER + "test_glance.py::test_lists_end_at_their_first_wrong_part",
     ),
     "text-of-any-length": Mutation(
         "router/admission.py",
