@@ -19,7 +19,7 @@ from router.api.openapi import OPENAPI_PATH
 from tests.unit.router.cluster import MODEL, Cluster
 from tests.unit.router.elsewhere import serving_elsewhere
 
-EXAMPLES = 12
+EXAMPLES = 8
 """Per operation."""
 CHECKS = [
     checks.not_a_server_error,
