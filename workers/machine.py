@@ -81,7 +81,7 @@ class WorkerMachine:
         self._settings = settings
         self.pool = BlockPool(layout.num_blocks - settings.num_idle_blocks, layout.block_size, prefix_cache)
         self.leases = LeaseTable(self.pool, new_epoch)
-        self.scheduler = Scheduler(scheduler, self.pool)
+        self.scheduler = Scheduler(scheduler, self.pool, self.leases.granted_blocks)
         self.prefill = PrefillMachine(settings, self.scheduler, self.pool)
         self.decode = DecodeMachine(settings, self.scheduler, self.pool, self.leases)
         self.peers = PeerTable(settings.info, settings.rejoin_after_s)

@@ -11,7 +11,12 @@ and write them, and then they go back only when that step has ended.
 
 When blocks run out, a decoding sequence preempts younger ones, youngest first, and never an older one: then it skips the step instead. A
 prompt that lacks blocks just waits, since other holders (decoding sequences, transfers being flushed) end by themselves; only where nothing
-else can move is the youngest preempted for it. So the oldest always gets on, and nothing deadlocks.
+else can move is the youngest preempted for it. So the oldest always gets on.
+
+Blocks into which another worker has yet to write do not come back by themselves: that worker may itself wait for a prompt that is computed
+here. So a prompt computed for another worker never waits for such blocks alone: where nothing can move, the youngest of these is preempted.
+So each that a worker waits for is computed or given up, and no circle of workers waits for itself. Without such prompts nobody waits for
+what is here, and those blocks are waited for as any others.
 
 A moved request comes with what it has generated. That is computed again in the decode phase, as it was at first, some tokens per step:
 prefill kernels would round otherwise, and the request would not go on as it would have.
@@ -19,7 +24,7 @@ prefill kernels would round otherwise, and the request would not go on as it wou
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from pd_serve.engine.batch import Batch, BatchEntry, Phase, StepResult
@@ -74,10 +79,12 @@ class SequenceUpdate:
 
 
 class Scheduler:
-    def __init__(self, settings: SchedulerSettings, pool: BlockPool) -> None:
+    def __init__(self, settings: SchedulerSettings, pool: BlockPool, awaited_blocks: Callable[[], Iterable[int]] = tuple) -> None:
+        """`awaited_blocks`: those into which other workers have yet to write."""
         self.rules = StopRules(settings.eos_token_ids, settings.max_model_len)
         self._settings = settings
         self._pool = pool
+        self._awaited_blocks = awaited_blocks
         self._prompts = PromptQueue(pool.block_size)
         self._decoding: dict[AttemptId, Sequence] = {}
         self._received: dict[AttemptId, Sequence] = {}
@@ -280,10 +287,15 @@ class Scheduler:
             self._preempt(candidates.pop(), plan)
 
     def _preempt_last_resort(self, plan: _StepPlan) -> None:
-        """Nothing can move. Unless others hold blocks as well, and will return them, the youngest has to go."""
-        held = {block for sequence in self for block in sequence.block_table}
-        if self._pool.counts().held == len(held):
+        """Nothing can move. Unless others hold blocks as well, and will return them whatever happens here, the youngest has to go."""
+        own = {block for sequence in self for block in sequence.block_table}
+        num_others = self._pool.counts().held - len(own)
+        if not num_others:
             self._preempt(max(self, key=lambda s: (bool(s.block_table), s.order)), plan)
+            return
+        for_others = [sequence for sequence in self if sequence.kind is SequenceKind.PREFILL_ONLY]
+        if for_others and num_others == len(set(self._awaited_blocks()) - own):
+            self._preempt(max(for_others, key=_order), plan)
 
     def _preempt(self, victim: Sequence, plan: _StepPlan) -> None:
         self.remove(victim.attempt_id)

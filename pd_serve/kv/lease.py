@@ -205,6 +205,10 @@ class LeaseTable:
     def next_deadline(self) -> float | None:
         return min((lease.deadline for lease in self._leases.values() if lease.state is LeaseState.GRANTED), default=None)
 
+    def granted_blocks(self) -> set[int]:
+        """Blocks that come back only after a writer has computed their KV, cached ones included."""
+        return {block for lease in self._leases.values() if lease.state is LeaseState.GRANTED for block in lease.blocks}
+
     @property
     def num_leased_blocks(self) -> int:
         """Blocks that remote writers may legitimately write into."""

@@ -87,6 +87,8 @@ class SimRouter(Process):
         self.open: list[Request] = []
         self.register_attempt: Callable[[AttemptId, Request], None] = lambda attempt_id, request: None
         self.local_share = 0.1
+        self.retry_s = (0.0005, 0.02)
+        """A moved request is assigned again after so many seconds."""
         self.num_handover_timeouts = 0
         self._settings = settings
         self._lifecycle_class = lifecycle_class
@@ -134,7 +136,7 @@ class SimRouter(Process):
                 case NeedAssignment(exclude, reason):
                     self.loop.log(self.name, "request", request.number, "needs a place:", reason)
                     request.num_assignments += 1
-                    backoff = self.loop.rng.uniform(0, 0.001) if request.num_assignments == 1 else self.loop.rng.uniform(0.0005, 0.02)
+                    backoff = self.loop.rng.uniform(0, 0.001) if request.num_assignments == 1 else self.loop.rng.uniform(*self.retry_s)
                     self.loop.after(backoff, lambda exclude=exclude: self.call(lambda: self._assign(request, exclude)))  # type: ignore[misc]
                 case Emit(token):
                     self._emit(request, token.token_id, token.logprobs.chosen if token.logprobs else None)
