@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import msgspec
 
@@ -16,6 +18,8 @@ from pd_serve.transport.base import PeerFenced, PeerJoined, PeerLost, PeerRefuse
 from router.lifecycle import Action as RouterAction
 from router.lifecycle import Event as LifecycleEvent
 from router.lifecycle import Finished, Lifecycle, Send
+from tests.sim.fabric import FabricFaults, Lane
+from tests.sim.scenario import STALLING
 from tests.sim.world import Planted
 from workers.decode.machine import DecodeMachine, _Attempt
 from workers.decode.quarantine import Quarantine
@@ -24,6 +28,8 @@ from workers.machine import WorkerMachine
 from workers.peers import PeerTable, _Entry
 from workers.prefill.machine import PrefillMachine, _Job
 from workers.prefill.spent import SpentLeases
+
+_ANY: Mapping[str, object] = MappingProxyType({})
 
 
 class _Spoilt(WorkerMachine):
@@ -40,8 +46,8 @@ class _Spoilt(WorkerMachine):
             part.__class__ = broken
 
 
-def _spoil(path: str, broken: type) -> Planted:
-    return Planted(machine=type(broken.__name__, (_Spoilt,), {"parts": ((path, broken),)}))
+def _spoil(path: str, broken: type, scenario: Mapping[str, object] = _ANY) -> Planted:
+    return Planted(type(broken.__name__, (_Spoilt,), {"parts": ((path, broken),)}), scenario=scenario)
 
 
 class FreeOnAbandon(Quarantine):
@@ -298,6 +304,20 @@ class FullBudgetAfterMove(Lifecycle):
         return 0
 
 
+_LATE_COPIES = {
+    "lanes": (Lane.CHECKED,),
+    "fabric": FabricFaults(write_duplicate=0.5),
+    "transport_stall": STALLING,
+    "cancel_share": 0.5,
+}
+"""Checked writes come again while windows that are to be closed are still open."""
+_LATE_PREFILLS = {"lanes": (Lane.SHM,), "transfer_timeout_s": 0.004, "spike": (0.3, 0.1)}
+"""Links are slower than deadlines."""
+_LATE_WRITES = {"lanes": (Lane.RDMA, Lane.SHM), "transfer_timeout_s": 2.0, "num_faults": 5, "num_requests": 40, "num_layers": 3}
+"""Writes land after the loss of their writer."""
+_LOST_RECORDS = {"fabric": FabricFaults(notice_loss=0.2), "cancel_share": 0.0}
+
+
 @dataclass(frozen=True, slots=True)
 class Bug:
     planted: Planted
@@ -310,22 +330,22 @@ class Bug:
 BUGS: dict[str, Bug] = {
     "free_on_abandon": Bug(_spoil("decode._quarantine", FreeOnAbandon), "writes under lease|foreign KV"),
     "free_on_deadline": Bug(_spoil("decode._quarantine", FreeOnDeadline), "writes under lease|foreign KV", near=14),
-    "free_on_loss": Bug(_spoil("decode._quarantine", FreeOnLoss), "writes under lease|foreign KV", near=168),
+    "free_on_loss": Bug(_spoil("decode._quarantine", FreeOnLoss, _LATE_WRITES), "writes under lease|foreign KV"),
     "free_source_early": Bug(_spoil("prefill", FreeSourceEarly), "still being read by a transfer|foreign KV"),
     "free_in_flight": Bug(_spoil("scheduler", FreeInFlight), "which was given back|foreign KV"),
     "accept_any_epoch": Bug(_spoil("leases", AcceptAnyEpoch), "foreign KV|gets|computes|writes under lease", near=16),
     "count_completions": Bug(_spoil("decode", CountCompletions), "foreign KV|gets|computes|writes under lease"),
     "no_window_before_reserved": Bug(_spoil("decode", NoWindowBeforeReserved), "foreign KV", near=117),
-    "open_window_on_free_blocks": Bug(_spoil("decode", OpenWindowOnFreeBlocks), "writes under lease|foreign KV", near=191),
-    "open_window_on_quiet_lease": Bug(_spoil("decode._quarantine", OpenWindowOnQuietLease), "writes under lease|foreign KV", near=470),
+    "open_window_on_free_blocks": Bug(_spoil("decode", OpenWindowOnFreeBlocks, _LATE_COPIES), "writes under lease|foreign KV"),
+    "open_window_on_quiet_lease": Bug(_spoil("decode._quarantine", OpenWindowOnQuietLease, _LATE_COPIES), "writes under lease|foreign KV"),
     "fail_after_closed": Bug(_spoil("decode", FailAfterClosed), "second terminal frame"),
     "absolute_deadline": Bug(
         Planted(machine=_spoil("decode", AbsoluteDeadline).machine, lifecycle=AbsoluteTimeout), "failed although|no end after"
     ),
     "leak_on_cancel": Bug(_spoil("decode", LeakOnCancel), "references differ"),
-    "no_lease_deadline": Bug(_spoil("leases", NoLeaseDeadline), "no end after", near=17),
+    "no_lease_deadline": Bug(_spoil("leases", NoLeaseDeadline, _LOST_RECORDS), "no end after"),
     "ask_once": Bug(_spoil("decode._quarantine", AskOnce), "no end after"),
-    "no_tombstones": Bug(_spoil("prefill._spent", NoTombstones), "writes under lease|foreign KV", near=310),
+    "no_tombstones": Bug(_spoil("prefill._spent", NoTombstones, _LATE_PREFILLS), "writes under lease|foreign KV"),
     "push_on": Bug(_spoil("prefill", PushOn), "given back|writes under lease|foreign KV"),
     "skip_first_token": Bug(_spoil("prefill", SkipFirstToken), "foreign KV|references differ"),
     "wrong_slots": Bug(_spoil("prefill", WrongSlots), "writes into blocks|foreign KV|outside its window"),

@@ -66,6 +66,8 @@ class NodeSettings:
     """Seconds a layer of a step takes."""
     engine_faults: float
     """Probability that a step fails."""
+    transport_stall: tuple[float, float]
+    """(probability, longest in seconds) that the transport thread takes a command late, while it goes on letting writes in."""
 
 
 class Node(Process):
@@ -87,7 +89,7 @@ class Node(Process):
         """The tokens an attempt will have in the end, by attempt id: what the engine checks everything against."""
         self._legs = LegChecker(name)
         self._control = Channel(self, (0.000005, 0.0001))
-        self._transport = Channel(self, (0.000005, 0.0002), (0.01, 0.02))
+        self._transport = Channel(self, (0.000005, 0.0002), settings.transport_stall)
         self._stopped_pushes: set[tuple[PeerId, LeaseId]] = set()
         self._tick_at: float | None = None
         fabric.register(self)

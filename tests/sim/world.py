@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 
@@ -13,18 +14,17 @@ from pd_serve.protocol.link import PeerInfo, Role
 from pd_serve.protocol.sampling import SamplingParams
 from router.lifecycle import Lifecycle, LifecycleSettings
 from tests.sim.core import Loop, ViolationError
-from tests.sim.fabric import Fabric, FabricFaults, Lane
+from tests.sim.fabric import Fabric
 from tests.sim.links import Link
 from tests.sim.model import EOS, VOCAB_SIZE, make_layout
 from tests.sim.node import Node, NodeSettings
 from tests.sim.router import Request, SimRouter, make_request
+from tests.sim.scenario import draw_scenario
 from workers.events import DrainRequested
 from workers.machine import WorkerMachine
 from workers.settings import MachineSettings, pool_limited_len
 
 NEVER_S = 1e9
-PATIENCE_S = 90.0
-"""Virtual seconds after the last fault in which everything must have ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,60 +33,8 @@ class Planted:
 
     machine: type[WorkerMachine] = WorkerMachine
     lifecycle: type[Lifecycle] = Lifecycle
-
-
-@dataclass(frozen=True, slots=True)
-class Scenario:
-    """The shape of one run."""
-
-    num_prefill: int
-    num_decode: int
-    num_both: int
-    num_routers: int
-    block_size: int
-    num_layers: int
-    pool_tokens: tuple[int, int]
-    num_requests: int
-    duration_s: float
-    cancel_share: float
-    local_share: float
-    """Of requests whose prompt is computed where it decodes."""
-    transfer_timeout_s: float
-    max_moves: int
-    num_faults: int
-    engine_faults: float
-    fabric: FabricFaults
-    lanes: tuple[Lane, ...]
-    spike: tuple[float, float]
-
-
-def draw_scenario(rng: Random) -> Scenario:
-    """Half of the runs have no faults but cancels and small pools: there nothing may fail."""
-    is_calm = rng.random() < 0.3
-    num_both = rng.choice((0, 0, 1))
-    spike = (0.0, 0.0) if rng.random() < 0.5 else (0.02, 0.2)
-    return Scenario(
-        num_prefill=rng.randint(1, 2),
-        num_decode=rng.randint(1, 2),
-        num_both=num_both,
-        num_routers=rng.choice((1, 1, 2)),
-        block_size=rng.choice((2, 4)),
-        num_layers=rng.choice((1, 2, 3)),
-        pool_tokens=rng.choice(((36, 44), (36, 80), (80, 160))),
-        num_requests=rng.randint(3, 14),
-        duration_s=rng.choice((0.01, 0.05, 0.4)),
-        cancel_share=rng.choice((0.0, 0.2, 0.5)),
-        local_share=rng.choice((0.0, 0.1, 0.5)),
-        transfer_timeout_s=60.0 if is_calm else rng.choice((2.0, 2.0, 2.0, 0.5, 0.02, 0.004)),
-        max_moves=1_000_000,
-        num_faults=0 if is_calm else rng.randint(0, 5),
-        engine_faults=0.0 if is_calm or rng.random() < 0.6 else 0.03,
-        fabric=FabricFaults()
-        if is_calm
-        else FabricFaults(rng.choice((0.0, 0.02, 0.2)), rng.choice((0.0, 0.1)), rng.choice((0.0, 0.3)), rng.choice((0.0, 0.3)), spike),
-        lanes=rng.choice(((Lane.CHECKED,), (Lane.SHM,), (Lane.RDMA,), (Lane.CHECKED, Lane.SHM, Lane.RDMA))),
-        spike=(0.0, 0.0) if is_calm else spike,
-    )
+    scenario: Mapping[str, object] = field(default_factory=dict)
+    """Fields of Scenario that every run has as told here, for what only one kind of run can find."""
 
 
 @dataclass(slots=True)
@@ -100,12 +48,15 @@ class Report:
 
 
 class World:
+    patience_s = 90.0
+    """Virtual seconds after the last fault in which everything must have ended."""
+
     def __init__(self, seed: int, planted: Planted = Planted(), is_verbose: bool = False) -> None:
         self.seed = seed
         self.loop = Loop(seed, is_verbose)
         self.rng = self.loop.rng
         self.planted = planted
-        self.scenario = draw_scenario(self.rng)
+        self.scenario = replace(draw_scenario(self.rng, seed), **planted.scenario)  # type: ignore[arg-type]
         self.fabric = Fabric(self.loop, self.scenario.fabric, self.scenario.lanes)
         self.nodes: dict[WorkerId, Node] = {}
         """Newest incarnation of each worker."""
@@ -173,7 +124,7 @@ class World:
             max_model_len=max_len,
         )
         layer_s = rng.choice((0.0002, 0.001))
-        settings = NodeSettings(machine, scheduler, self.planted.machine, layer_s, scenario.engine_faults)
+        settings = NodeSettings(machine, scheduler, self.planted.machine, layer_s, scenario.engine_faults, scenario.transport_stall)
         node = Node(self.loop, worker_id, settings, self.fabric, self._tokens_of)
         node.on_crash = self._on_crash
         self.nodes[worker_id] = node
@@ -354,7 +305,7 @@ class World:
     def run(self) -> Report:
         self.build()
         while not self._is_over():
-            if self.loop.now > self._last_fault_at + PATIENCE_S:
+            if self.loop.now > self._last_fault_at + self.patience_s:
                 raise ViolationError(f"no end after {self.loop.now:.0f} virtual seconds: {self._open_ends()}")
             self.loop.run_until(self.loop.now + 0.25)
         for node in self._alive_nodes():
