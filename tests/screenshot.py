@@ -72,7 +72,8 @@ async def look(page: Page, url: str, folder: Path) -> None:
         await page.refresh()
         await asyncio.sleep(0.5)
         # Few colours are on it: a palette makes it half as large.
-        Image.open(io.BytesIO(await page.picture())).convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE).save(folder / f"{name}.png", optimize=True)
+        picture = Image.open(io.BytesIO(await page.picture())).convert("RGB")
+        picture.quantize(128, Image.Quantize.MAXCOVERAGE).save(folder / f"{name}.png", optimize=True)
     stop.set()
     await working
     print(json.dumps({"errors": page.errors}))
