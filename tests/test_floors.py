@@ -22,7 +22,8 @@ MAX_LINES = 399
 
 # The first pattern that fits a module names its room; rooms of one floor never import each other.
 ROOMS: tuple[tuple[str, str, int], ...] = (
-    ("pd_serve.cli*", "cli", 5),
+    ("pd_serve.cli*", "cli", 6),
+    ("pd_serve.plan*", "plan", 5),
     ("pd_serve.bench*", "bench", 4),
     ("router*", "router", 4),
     ("workers.decode*", "decode", 4),
@@ -171,6 +172,9 @@ def test_a_process_without_an_engine_loads_no_torch(module: str) -> None:
         ("workers/x.py", "import router.main\n", "workers imports its sibling"),
         ("workers/prefill/x.py", "from workers.decode.machine import DecodeMachine\n", "prefill imports its sibling"),
         ("workers/front.py", "from pd_serve.cli.app import run\n", "imports upward"),
+        ("pd_serve/plan/x.py", "from pd_serve.cli.options import sources\n", "plan (floor 5) imports upward"),
+        ("pd_serve/bench/x.py", "from pd_serve.plan.ratio import need\n", "bench (floor 4) imports upward"),
+        ("pd_serve/plan/x.py", "import rich\n", "rich is at home"),
         ("router/x.py", "import torch\n", "torch is at home"),
         ("router/x.py", "from torch.nn import functional\n", "torch is at home"),
         ("pd_serve/cli/x.py", "import torch\n", "torch is at home"),
@@ -203,6 +207,7 @@ def test_a_planted_violation_is_caught(tmp_path: Path, path: str, text: str, wor
         ("pd_serve/kv/x.py", "import numpy\nfrom pd_serve.ids import BlockId\nfrom .layout import KVLayout\n"),
         ("workers/prefill/pusher.py", "import torch\nfrom pd_serve.engine import runner\nfrom pd_serve.transport import base\n"),
         ("workers/machine.py", "from workers.decode.machine import DecodeMachine\nfrom workers.prefill.machine import PrefillMachine\n"),
+        ("pd_serve/plan/x.py", "from pd_serve.bench import trace\nfrom router.policy import chooser\n"),
         ("router/tokenizer.py", "from transformers import AutoTokenizer\n"),
         ("pd_serve/kv/x.py", "x = 1\n" * 399),
     ],

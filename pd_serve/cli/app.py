@@ -29,6 +29,7 @@ from pd_serve.cli.options import (
     SetOption,
     sources,
 )
+from pd_serve.cli.plan import plan
 from pd_serve.cli.workers import workers
 from pd_serve.config_sources import RoleTable, Sources
 from pd_serve.errors import PdServeError
@@ -51,6 +52,7 @@ app = typer.Typer(
 
 
 app.add_typer(bench)
+app.add_typer(plan)
 app.add_typer(workers)
 
 
