@@ -4,7 +4,7 @@
     N_D >= rate x S_out / T_D         S_out: output tokens of a request, T_D: output tokens an instance generates per second
     R = N_P / N_D = (S_in / S_out) x (T_D / T_P)
 
-Rates are means, and the queue of what is busy all the time grows without bound: an instance is planned to be busy a share `utilisation` of it.
+Rates are means, and the queue of what is busy all the time grows without bound: `utilisation` is the share of it that is planned for.
 """
 
 from __future__ import annotations
