@@ -166,6 +166,8 @@ def test_a_process_without_an_engine_loads_no_torch(module: str) -> None:
         ("pd_serve/kv/x.py", "def f():\n    import pd_serve.engine.runner\n", "imports upward"),
         ("pd_serve/ids.py", "from pd_serve import kv\n", "ground (floor 0) imports upward"),
         ("pd_serve/engine/x.py", "from pd_serve.transport.base import Transport\n", "engine imports its sibling"),
+        ("pd_serve/bench/x.py", "from pd_serve.plan.outcome import Outcome\n", "bench (floor 4) imports upward"),
+        ("pd_serve/plan/x.py", "from pd_serve.cli.app import run\n", "plan (floor 5) imports upward"),
         ("pd_serve/transport/x.py", "from pd_serve.engine import batch\n", "transport imports its sibling"),
         ("pd_serve/protocol/x.py", "from pd_serve.protocol.client import Link\n", "imports upward"),
         ("router/x.py", "from workers.machine import WorkerMachine\n", "router imports its sibling"),
