@@ -72,7 +72,7 @@ HOMES: dict[str, tuple[str, ...]] = {
     "typer": ("pd_serve.cli*",),
     "rich": ("pd_serve.cli*", "pd_serve.bench.progress"),
     "aiohttp": ("pd_serve.bench.client",),
-    "matplotlib": ("pd_serve.bench.plots*",),
+    "matplotlib": ("pd_serve.bench.plots*", "pd_serve.plan.plots"),
     "llguidance": ("pd_serve.grammar.*",),
     "jinja2": ("pd_serve.bench.report", "router.chat_template"),
 }
