@@ -8,20 +8,20 @@ nothing that it waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import msgspec
+from collections.abc import Callable, Sequence
 
 from pd_serve.ids import PeerId
 from router.generation import Generation
 from router.lifecycle import Assigned
 from router.load import LoadBook
-from router.policy.base import Demand, Leg, Route, WorkerView
-from router.policy.candidates import could_hold, waits_for_compute_only
+from router.policy.base import Demand, Route, WorkerView
+from router.policy.candidates import could_any_hold, longest_model_len, waits_for_compute_only
 from router.policy.chooser import RouteChooser
 from router.pool import WorkerPool
 from router.queue import ChoiceQueue
+from router.roster import Roster
 from router.throughput import Throughput
+from router.totals import least_uncached, totals_of
 
 
 class Assigner:
@@ -33,18 +33,19 @@ class Assigner:
         self._speeds = speeds
         self._chooser = chooser
         self._now = now
+        self._roster = Roster(pool, chooser, self.book, speeds, now)
 
     def is_empty(self) -> bool:
         """Nothing is counted anywhere."""
         return self.book.is_empty() and self._speeds.is_idle()
 
-    def next(self, queue: ChoiceQueue, settle: Callable[[Generation, tuple[WorkerView, ...]], bool]) -> tuple[Generation, Route] | None:
+    def next(self, queue: ChoiceQueue, settle: Callable[[Generation, Sequence[WorkerView]], bool]) -> tuple[Generation, Route] | None:
         """The choice that can go, and where; it stays in the queue. None: all must wait. `settle` is asked about one that finds no place:
         True: it has changed, or left.
         """
         if queue.num_passed_over:
             present = self.views()
-            queue.take_back(lambda generation: any(could_hold(generation.demand, view) for view in present))
+            queue.take_back(lambda generation: could_any_hold(generation.demand, present))
         while (generation := queue.head()) is not None:
             demand = generation.demand
             views = self._pool.breakers.usable(demand, self.views(), self._now())
@@ -63,16 +64,13 @@ class Assigner:
             return None if route is None else (short, route)
         return None
 
-    def views(self) -> tuple[WorkerView, ...]:
-        """Every worker that takes requests, as of now."""
-        pool, book, speeds, now = self._pool, self.book, self._speeds, self._now()
-        stale_before = now - self._chooser.settings.stale_after_s
-        views = [
-            book.view(worker, pool.is_joining(worker), speeds.tokens_per_s(worker.peer), stale_before)
-            for worker in pool.workers
-            if worker.is_available
-        ]
-        return tuple(as_worst_known(views) if any(view.is_stale for view in views) else views)
+    def views(self) -> Sequence[WorkerView]:
+        """Every worker that takes requests, as of now, and good until something changes."""
+        return self._roster.look()
+
+    def num_to_compute(self, demand: Demand, views: Sequence[WorkerView]) -> int:
+        """Tokens of a prompt, where most of it is cached of all that compute prompts; all, where nothing depends on that here."""
+        return least_uncached(views, demand) if self._chooser.reads_cached else demand.num_tokens
 
     # ---- what has become of it
 
@@ -130,36 +128,14 @@ class Assigner:
 
     def predicted_ttft_s(self, num_tokens: int, num_queued_tokens: int = 0) -> float:
         """Of a prompt of so many tokens that comes now behind so many that wait here, and those in the workers' own queues: what waits is
-        shared out to all that compute prompts, by their speeds. Infinite while there is none. O(workers).
+        shared out to all that compute prompts, by their speeds. Infinite while there is none.
         """
-        views = self.views()
-        computing = [view for view in views if not view.can_decode] or [view for view in views if view.can_decode]
-        if not computing:
+        totals = totals_of(self.views())
+        if not totals.prefill_tokens_per_s:
             return float("inf")
-        backlog = num_queued_tokens + sum(view.prefill_backlog_tokens for view in computing)
-        rates = [view.prefill_tokens_per_s for view in computing]
-        return backlog / sum(rates) + num_tokens / max(rates)
+        return (num_queued_tokens + totals.num_tokens_computing) / totals.prefill_tokens_per_s + num_tokens / totals.one_tokens_per_s
 
 
-def _is_too_long(demand: Demand, views: tuple[WorkerView, ...]) -> bool:
+def _is_too_long(demand: Demand, views: Sequence[WorkerView]) -> bool:
     """For all that are here, however long it waits for them."""
-    return any(view.can_decode for view in views) and not any(could_hold(demand, view) for view in views)
-
-
-def as_worst_known(views: list[WorkerView]) -> list[WorkerView]:
-    """Workers that have not reported for long are taken for as loaded as the most loaded of those that have: not known is not idle."""
-    fresh = [view for view in views if not view.is_stale]
-    backlog = max((view.load(Leg.PREFILL) for view in fresh), default=0)
-    decode_tokens = max((view.decode_tokens for view in fresh), default=0)
-    num_sequences = max((view.num_sequences for view in fresh), default=0)
-    return [
-        msgspec.structs.replace(
-            view,
-            prefill_backlog_tokens=max(view.prefill_backlog_tokens, backlog),
-            decode_tokens=max(view.decode_tokens, decode_tokens),
-            num_sequences=max(view.num_sequences, num_sequences),
-        )
-        if view.is_stale
-        else view
-        for view in views
-    ]
+    return longest_model_len(views) > 0 and not could_any_hold(demand, views)

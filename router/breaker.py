@@ -24,7 +24,8 @@ from pd_serve.protocol.link import Role
 from router.generation import Generation
 from router.moves import MoveReason
 from router.policy.base import Demand, Leg, WorkerView
-from router.policy.candidates import could_hold
+from router.policy.candidates import could_any_hold
+from router.policy.columns import WorkerTable
 
 logger = logging.getLogger(__name__)
 
@@ -121,15 +122,20 @@ class Breakers:
         self._breakers: dict[_Key, Breaker] = {}
         self._told: dict[_Key, BreakerState] = {}
 
-    def usable(self, demand: Demand, workers: tuple[WorkerView, ...], now: float) -> tuple[WorkerView, ...]:
+    def usable(self, demand: Demand, workers: Sequence[WorkerView], now: float) -> Sequence[WorkerView]:
         """Without those whose breaker is open, as long as others could take the request, now or later.
 
         A prefill worker can be done without where a healthy worker decodes: that one computes prompts too.
         """
         if not self._breakers:
             return workers
-        healthy = tuple(worker for worker in workers if self._takes(worker, now))
-        return healthy if any(could_hold(demand, worker) for worker in healthy) else workers
+        healthy: Sequence[WorkerView]
+        if type(workers) is WorkerTable:
+            troubled = {peer for peer, _ in self._breakers}
+            healthy = workers.without([peer for peer in troubled if (worker := workers.find(peer)) and not self._takes(worker, now)])
+        else:
+            healthy = tuple(worker for worker in workers if self._takes(worker, now))
+        return healthy if could_any_hold(demand, healthy) else workers
 
     def sent(self, generation: Generation, now: float) -> None:
         """An attempt begins."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pd_serve.clock import Clock
@@ -56,8 +56,9 @@ from router.lifecycle import (
 )
 from router.moves import MoveReason
 from router.occupancy import Occupancy
-from router.overload import DEFAULT_OVERLOAD, Overload, OverloadSettings
-from router.policy.base import RoutingSettings, WorkerView
+from router.overload import DEFAULT_OVERLOAD, Asked, Overload, OverloadSettings
+from router.policy.base import Demand, RoutingSettings, WorkerView
+from router.policy.candidates import longest_model_len, shortest_model_len
 from router.pool import WorkerPool
 from router.tenants import NO_TICKET, Ticket
 from router.timeline import Timeline
@@ -134,12 +135,16 @@ class Dispatcher:
 
         Raises OverloadedError when it would have to wait and the queue is full, or would miss an SLO.
         """
+        cached, num_cached = self._pool.prefixes.cached(token_ids), 0
         if self.overload.has_slo:
-            self.overload.check(ticket, len(token_ids), len(samplings), self._assigner.views())
+            views = self._assigner.views()
+            num_to_compute = self._assigner.num_to_compute(Demand(len(token_ids), 0, cached=cached), views)
+            self.overload.check(ticket, Asked(len(token_ids), num_to_compute, len(samplings)), views)
+            num_cached = len(token_ids) - num_to_compute
         self._metrics.record("pd_serve_prompt_tokens_total", len(token_ids))
         generations = tuple(self._new(token_ids, sampling, wake, wakes_on_token, takes_what_fits) for sampling in samplings)
         for generation in generations:
-            generation.ticket = ticket
+            generation.ticket, generation.cached, generation.num_cached_tokens = ticket, cached, num_cached
             self.timeline.arrived(generation.key, len(token_ids), generation.submitted_at, received_at)
         rest, starting = generations[1:], generations
         if rest and self._settings.share_prefix:
@@ -319,12 +324,12 @@ class Dispatcher:
                 self._by_attempt[generation.attempt_id] = generation
             self._apply(generation, actions)
 
-    def _settle_length(self, generation: Generation, views: tuple[WorkerView, ...]) -> bool:
+    def _settle_length(self, generation: Generation, views: Sequence[WorkerView]) -> bool:
         """A choice that came before its workers may be too long for all of them: shorten it, or turn it away, lest it hold up others."""
-        longest = max((view.max_model_len for view in views if view.can_decode), default=0)
+        longest = longest_model_len(views)
         if not longest or generation.num_prompt_tokens + generation.max_tokens <= longest:
             return False
-        if generation.shrink(min((view.max_model_len for view in views if view.max_model_len > generation.num_tokens), default=0)):
+        if generation.shrink(shortest_model_len(views, generation.num_tokens)):
             return True
         if generation.lifecycle.num_output_tokens:
             return False
@@ -346,7 +351,6 @@ class Dispatcher:
         lifecycle = Lifecycle(self._settings.lifecycle, token_ids, sampling, self._new_attempt_id)
         generation = Generation(next(self._keys), len(token_ids), lifecycle, sampling.max_tokens, wake, wakes_on_token, takes_what_fits)
         generation.submitted_at = self._now()
-        generation.cached = self._pool.prefixes.cached(token_ids)
         self._open[generation.key] = generation
         self._deadlines.added()
         return generation

@@ -37,6 +37,8 @@ class _Flow:
     """Tokens that what waits is expected to take, output included."""
     num_tokens: int = 0
     """Of the prompts that wait."""
+    num_to_compute: int = 0
+    """Of these, those that have to be computed."""
 
 
 class Ahead(NamedTuple):
@@ -45,6 +47,8 @@ class Ahead(NamedTuple):
     num_choices: float
     num_tokens: float
     """Of their prompts."""
+    num_to_compute: float
+    """Of these, those that have to be computed."""
 
 
 class _Line:
@@ -115,7 +119,7 @@ class FairClass:
         self._last_start = 0.0
         """Counter of the flow that last started something, at that start."""
         self.num_queued = 0
-        self.num_tokens = 0
+        self.num_tokens = self.num_to_compute = 0
         """Of the prompts that wait."""
 
     def push(self, generation: Generation) -> None:
@@ -126,8 +130,10 @@ class FairClass:
         flow.num_queued += 1
         flow.cost += generation.cost
         flow.num_tokens += generation.num_tokens
+        flow.num_to_compute += generation.num_to_compute
         self.num_queued += 1
         self.num_tokens += generation.num_tokens
+        self.num_to_compute += generation.num_to_compute
         self._all.push(flow, generation)
         if generation.num_tokens <= self._short_tokens:
             self._short.push(flow, generation)
@@ -144,8 +150,10 @@ class FairClass:
         flow.num_queued -= 1
         flow.cost = flow.cost - generation.cost if flow.num_queued else 0.0
         flow.num_tokens -= generation.num_tokens
+        flow.num_to_compute -= generation.num_to_compute
         self.num_queued -= 1
         self.num_tokens -= generation.num_tokens
+        self.num_to_compute -= generation.num_to_compute
         self._all.left(flow)
         self._short.left(flow)
 
@@ -163,10 +171,10 @@ class FairClass:
     def ahead_of(self, tenant: Tenant) -> Ahead:
         """What would start before a choice of this tenant that came now, if nothing else came."""
         own = self._flows.get(tenant)
-        served, num, tokens = self._last_start, 0.0, 0.0
+        served, num, tokens, to_compute = self._last_start, 0.0, 0.0, 0.0
         if own is not None:
             served = max(served if not own.num_queued else own.served, own.served) + own.cost / own.weight
-            num, tokens = float(own.num_queued), float(own.num_tokens)
+            num, tokens, to_compute = float(own.num_queued), float(own.num_tokens), float(own.num_to_compute)
         for flow in self._flows.values():
             if flow is own or not flow.num_queued:
                 continue
@@ -175,7 +183,8 @@ class FairClass:
             share = min(1.0, room / flow.cost)
             num += share * flow.num_queued
             tokens += share * flow.num_tokens
-        return Ahead(num, tokens)
+            to_compute += share * flow.num_to_compute
+        return Ahead(num, tokens, to_compute)
 
     def _flow(self, generation: Generation) -> _Flow:
         tenant = generation.ticket.tenant

@@ -38,6 +38,8 @@ class Generation:
     beside: PeerId | None = None
     cached: CachedTokens | None = None
     """What workers have of its prompt. Tokens generated since are not counted."""
+    num_cached_tokens: int = 0
+    """Of its prompt, where most of it was cached when it came, as far as anybody wanted to know."""
     avoid: frozenset[PeerId] = frozenset()
     reason: MoveReason = MoveReason.FIRST
     ticket: Ticket = NO_TICKET
@@ -64,6 +66,11 @@ class Generation:
     def num_tokens(self) -> int:
         """Prompt and tokens so far."""
         return self.num_prompt_tokens + self.lifecycle.num_output_tokens
+
+    @property
+    def num_to_compute(self) -> int:
+        """Of these, likely."""
+        return self.num_tokens - self.num_cached_tokens
 
     @property
     def demand(self) -> Demand:

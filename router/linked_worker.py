@@ -25,7 +25,15 @@ class LinkedWorker:
     joined: frozenset[PeerId] = frozenset()
     is_leaving: bool = False
     """An operator removed it: what runs there ends, nothing new begins."""
+    watchers: tuple[Callable[[PeerId], object], ...] = ()
+    """Called whenever it may look otherwise to a policy: what is made of it may be kept until then."""
     _waiting: list[tuple[Callable[[], bool], asyncio.Future[bool]]] = field(default_factory=list)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name in _LOOKS:
+            for changed in getattr(self, "watchers", ()):
+                changed(self.peer)
 
     @property
     def has_reported(self) -> bool:
@@ -69,3 +77,7 @@ class LinkedWorker:
         for _, told in self._waiting:
             if not told.done():
                 told.set_result(False)
+
+
+_LOOKS = frozenset({"load", "peer_status", "joined", "is_leaving"})
+"""What WorkerView and is_available are made of and that changes."""

@@ -125,6 +125,10 @@ class LoadBook:
         """`short_tokens`: as RoutingSettings.short_prompt_tokens."""
         self._short_tokens = short_tokens
         self._workers: dict[PeerId, _Worker] = {}
+        self._reported: dict[PeerId, float] = {}
+        """When each reported, the longest ago first, without those of which fell_silent() has told."""
+        self.changed: set[PeerId] = set()
+        """Workers that may look otherwise than at the last look: for the roster, which empties it."""
 
     def charge(self, key: int, prefill: PeerId | None, decode: PeerId, num_tokens: int, num_to_compute: int | None = None) -> None:
         """A request was assigned. A prompt computed by the decode worker counts as prefill there. `num_to_compute`: what the worker that
@@ -145,6 +149,7 @@ class LoadBook:
         worker = self._workers.get(peer)
         if worker is not None:
             worker.view = None
+            self.changed.add(peer)
             worker.prefill.pop(key)
 
     def release(self, key: int, peers: tuple[PeerId, ...]) -> None:
@@ -153,6 +158,7 @@ class LoadBook:
             worker = self._workers.get(peer)
             if worker is not None:
                 worker.view = None
+                self.changed.add(peer)
                 worker.prefill.pop(key)
                 worker.decode.pop(key)
 
@@ -160,41 +166,50 @@ class LoadBook:
         """No room there until its next report. Nothing, of a worker that is gone."""
         worker = self._workers.get(peer)
         if worker is not None:
-            worker.view = None
+            self._changed(peer)
             worker.has_refused = True
 
     def reported(self, peer: PeerId, now: float, is_queue_empty: bool = False) -> None:
         """`is_queue_empty`: it has nothing left to compute of what it had been told in time."""
         worker = self._changed(peer)
         worker.reported_at = now
+        self._reported.pop(peer, None)
+        self._reported[peer] = now
         worker.has_refused = False
         worker.decode.cover(lambda told_at: True)
         worker.prefill.cover(lambda told_at: now - told_at > REPORT_LAG_S)
         if is_queue_empty:
             worker.prefill.drop_covered()
 
+    def fell_silent(self, stale_before: float) -> list[PeerId]:
+        """Workers whose reports have become older than that moment, each once. Takes time in their number."""
+        silent: list[PeerId] = []
+        for peer, reported_at in self._reported.items():
+            if reported_at >= stale_before:
+                break
+            silent.append(peer)
+        for peer in silent:
+            del self._reported[peer]
+        return silent
+
     def forget(self, peer: PeerId) -> None:
         self._workers.pop(peer, None)
+        self._reported.pop(peer, None)
+        self.changed.discard(peer)
 
     def prefill_backlog_tokens(self, peer: PeerId, load: Load) -> int:
         """What the worker reports and what it cannot know yet, but never more than our own unless other routers send there too."""
-        charges = self._worker(peer).prefill
-        own, uncovered = charges.num_tokens, charges.num_uncovered_tokens
-        return max(load.prefill_queue_tokens, min(own, load.prefill_queue_tokens + uncovered))
+        return _backlog_tokens(self._worker(peer), load)
 
     def decode_tokens(self, peer: PeerId, load: Load) -> int:
-        charges = self._worker(peer).decode
-        return max(charges.num_tokens, load.decode_context_tokens + charges.num_uncovered_tokens)
+        return _decode_tokens(self._worker(peer), load)
 
     def num_sequences(self, peer: PeerId, load: Load) -> int:
-        return max(len(self._worker(peer).decode), load.running + load.waiting)
+        return _num_sequences(self._worker(peer), load)
 
     def free_tokens(self, peer: PeerId, load: Load, block_size: int) -> int:
         """Rounds every uncovered request up to whole blocks."""
-        worker = self._worker(peer)
-        if worker.has_refused:
-            return 0
-        return (load.blocks.free + load.blocks.cached - worker.decode.num_uncovered_blocks(block_size)) * block_size
+        return _free_tokens(self._worker(peer), load, block_size)
 
     def view(
         self, worker: LinkedWorker, is_joining: bool, prefill_tokens_per_s: float = 1.0, stale_before: float = float("-inf")
@@ -218,29 +233,29 @@ class LoadBook:
             if known.peer_status is not worker.peer_status:
                 known.peer_status = worker.peer_status
                 known.bandwidths = {state.peer: state.bandwidth for state in worker.peer_status.states}
-            view = known.view = self._new_view(worker, is_joining, prefill_tokens_per_s, is_stale)
+            view = known.view = self._new_view(worker, known, is_joining, prefill_tokens_per_s, is_stale)
         return view
 
-    def _new_view(self, worker: LinkedWorker, is_joining: bool, prefill_tokens_per_s: float, is_stale: bool) -> WorkerView:
-        peer, load, info = worker.peer, worker.load, worker.welcome.info
-        known = self._worker(peer)
+    def _new_view(self, worker: LinkedWorker, known: _Worker, is_joining: bool, prefill_tokens_per_s: float, is_stale: bool) -> WorkerView:
+        load, info = worker.load, worker.welcome.info
+        layout = info.layout
         if not known.kv_bytes_per_token:
-            known.kv_bytes_per_token = info.layout.bytes_per_token * info.num_ranks
+            known.kv_bytes_per_token = layout.bytes_per_token * info.num_ranks
         return WorkerView(
-            peer=peer,
+            peer=worker.peer,
             role=load.role,
             max_model_len=worker.welcome.max_model_len,
             num_pool_tokens=worker.num_pool_tokens,
-            num_free_tokens=self.free_tokens(peer, load, info.layout.block_size),
-            prefill_backlog_tokens=self.prefill_backlog_tokens(peer, load),
-            decode_tokens=self.decode_tokens(peer, load),
-            num_sequences=self.num_sequences(peer, load),
+            num_free_tokens=_free_tokens(known, load, layout.block_size),
+            prefill_backlog_tokens=_backlog_tokens(known, load),
+            decode_tokens=_decode_tokens(known, load),
+            num_sequences=_num_sequences(known, load),
             joined=worker.joined,
             is_joining=is_joining,
             short_backlog_tokens=known.prefill.num_short_tokens,
             prefill_tokens_per_s=prefill_tokens_per_s,
             kv_bytes_per_token=known.kv_bytes_per_token,
-            num_layers=info.layout.num_layers,
+            num_layers=layout.num_layers,
             bandwidths=known.bandwidths,
             is_stale=is_stale,
         )
@@ -258,4 +273,24 @@ class LoadBook:
         """The worker, which will look otherwise."""
         worker = self._worker(peer)
         worker.view = None
+        self.changed.add(peer)
         return worker
+
+
+def _backlog_tokens(worker: _Worker, load: Load) -> int:
+    charges, reported = worker.prefill, load.prefill_queue_tokens
+    return max(reported, min(charges.num_tokens, reported + charges.num_uncovered_tokens))
+
+
+def _decode_tokens(worker: _Worker, load: Load) -> int:
+    return max(worker.decode.num_tokens, load.decode_context_tokens + worker.decode.num_uncovered_tokens)
+
+
+def _num_sequences(worker: _Worker, load: Load) -> int:
+    return max(len(worker.decode), load.running + load.waiting)
+
+
+def _free_tokens(worker: _Worker, load: Load, block_size: int) -> int:
+    if worker.has_refused:
+        return 0
+    return (load.blocks.free + load.blocks.cached - worker.decode.num_uncovered_blocks(block_size)) * block_size

@@ -297,6 +297,8 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int, occupanc
     router_id = RouterId(f"router-{secrets.token_hex(6)}")
     metrics = Metrics(CollectorRegistry(), Side.ROUTER)
     tls = client_tls(config.security)
+    speeds, clock = Throughput(), MonotonicClock()
+    chooser = new_chooser(config, lambda: speeds.handover_s)
     pool = WorkerPool(
         PoolSettings(
             link=LinkSettings(router_id, config.security.cluster_secret, tls=tls),
@@ -304,11 +306,10 @@ def _new_services(config: Config, codec: TextCodec, max_model_len: int, occupanc
             join_grace_s=config.transport.join_timeout_s,
             text_vocab_size=codec.vocab_size,
             breaker=config.breaker,
+            reads_cached=chooser.reads_cached,
         ),
         metrics,
     )
-    speeds, clock = Throughput(), MonotonicClock()
-    chooser = new_chooser(config, lambda: speeds.handover_s)
     settings = DispatcherSettings(
         lifecycle=LifecycleSettings(router.transfer_timeout_s, router.handover_timeout_s, router.max_moves),
         routing=chooser.settings,

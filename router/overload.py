@@ -1,8 +1,9 @@
 """Whether a request that comes now would be served in time, and who waits. Built and called by the dispatcher; docs/overload.md.
 
     wait    = (prompt tokens that start before it + prompt tokens that were sent and are not computed) / measured tokens per second of all
+              where it matters here what workers have cached: without those that nobody has to compute
     wait    = at least until as many sequences have ended as slots or memory are missing for it on the decode side
-    TTFT    = wait + its own prompt / tokens per second of one worker
+    TTFT    = wait + its own prompt, as far as it has to be computed / tokens per second of one worker
     batch   = sequences of now that will not have ended by then + those that begin until then and stay so long + its own
     ITL     = measured step time at that batch
 
@@ -20,13 +21,13 @@ from dataclasses import dataclass
 from pd_serve.config import Config
 from pd_serve.errors import ConfigError, OverloadedError
 from pd_serve.observe import Metrics
-from pd_serve.protocol.link import Role
 from router.decode_forecast import DecodeForecast
 from router.generation import Generation
 from router.occupancy import Occupancy, OwnOccupancy
 from router.policy.base import RoutingSettings, WorkerView
 from router.queue import ChoiceQueue, QueueRules
 from router.tenants import Tenants, Ticket, tenant_names
+from router.totals import num_free_slots, totals_of
 
 MIN_BEGUN = 3
 """First tokens before anything that was measured is believed."""
@@ -57,6 +58,17 @@ DEFAULT_OVERLOAD = OverloadSettings()
 
 
 @dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that comes."""
+
+    num_tokens: int
+    """Of its prompt."""
+    num_to_compute: int
+    """Of these, where most of it is cached."""
+    num_choices: int
+
+
+@dataclass(frozen=True, slots=True)
 class Situation:
     """Of the workers and the queue, as a request finds them."""
 
@@ -66,7 +78,7 @@ class Situation:
     """Of the fastest of them."""
     num_choices_ahead: float
     num_tokens_ahead: float
-    """Of prompts that wait."""
+    """Of prompts that wait, those that have to be computed."""
     num_tokens_sent: int
     """Of prompts that were sent and are not computed."""
     num_others: int
@@ -127,16 +139,16 @@ class Overload:
 
     # ---- who gets in
 
-    def check(self, ticket: Ticket, num_tokens: int, num_choices: int, views: Sequence[WorkerView]) -> None:
-        """Raises OverloadedError for a prompt of so many tokens that would miss an SLO. Precondition: has_slo."""
+    def check(self, ticket: Ticket, asked: Asked, views: Sequence[WorkerView]) -> None:
+        """Raises OverloadedError for a request that would miss an SLO. Precondition: has_slo."""
         if self._num_begun < MIN_BEGUN:
             return
-        situation = self._situation(ticket, num_tokens, views)
-        reason = self._missed(situation, num_tokens, num_choices, 0.0)
+        situation = self._situation(ticket, asked.num_tokens, views)
+        reason = self._missed(situation, asked, 0.0)
         if reason:
             self._metrics.count("pd_serve_rejections_total", reason)
             what = "first token" if reason == "predicted_ttft" else "pace of generation"
-            retry_after_s = self._retry_after_s(situation, num_tokens, num_choices)
+            retry_after_s = self._retry_after_s(situation, asked)
             raise OverloadedError(f"the {what} would come too late: too much is in progress", retry_after_s)
 
     def overflow(self, starting: Sequence[Generation]) -> OverloadedError | None:
@@ -148,7 +160,7 @@ class Overload:
                 return OverloadedError("too many requests are waiting for a worker", retry_after_s=1.0)
         return None
 
-    def predicted(self, situation: Situation, num_tokens: int, num_choices: int, delay_s: float) -> Prediction:
+    def predicted(self, situation: Situation, asked: Asked, delay_s: float) -> Prediction:
         """Of a prompt that comes after such a delay, in which nothing else does. 0 stands for what is not known."""
         forecast, now = self._forecast, self._now()
         compute_s = wait_s = 0.0
@@ -157,36 +169,36 @@ class Overload:
             work_s = (situation.num_tokens_ahead + situation.num_tokens_sent) / situation.prefill_tokens_per_s
             wait_s = max(0.0, work_s - delay_s)
             num_ahead *= wait_s / work_s if work_s > 0 else 0.0
-            compute_s = num_tokens / situation.one_tokens_per_s
-        num_missing = int(situation.num_choices_ahead + num_choices - situation.num_free_slots)
+            compute_s = asked.num_to_compute / situation.one_tokens_per_s
+        num_missing = int(situation.num_choices_ahead + asked.num_choices - situation.num_free_slots)
         if num_missing > 0:
             wait_s = max(wait_s, forecast.seconds_until_ended(num_missing, now) - delay_s)
         ttft_s = wait_s + compute_s
         step_s = forecast.step_time(forecast.batch)
         stay_s = forecast.lengths.of("").mean() * step_s
         num_begun = num_ahead * min(1.0, stay_s / ttft_s) if ttft_s > 0 else 0.0
-        num_running = forecast.num_after(delay_s + ttft_s, now) + situation.num_others + num_begun + num_choices
+        num_running = forecast.num_after(delay_s + ttft_s, now) + situation.num_others + num_begun + asked.num_choices
         return Prediction(ttft_s, forecast.step_time(num_running / forecast.num_workers))
 
-    def _missed(self, situation: Situation, num_tokens: int, num_choices: int, delay_s: float) -> str:
+    def _missed(self, situation: Situation, asked: Asked, delay_s: float) -> str:
         """Label of pd_serve_rejections_total; empty: it would be in time."""
-        predicted = self.predicted(situation, num_tokens, num_choices, delay_s)
+        predicted = self.predicted(situation, asked, delay_s)
         settings, rate = self._settings, situation.one_tokens_per_s
-        if settings.slo_ttft_s and rate > 0 and predicted.ttft_s > max(settings.slo_ttft_s, LENIENCE * num_tokens / rate):
+        if settings.slo_ttft_s and rate > 0 and predicted.ttft_s > max(settings.slo_ttft_s, LENIENCE * asked.num_to_compute / rate):
             return "predicted_ttft"
-        alone_s = self._forecast.step_time(num_choices / self._forecast.num_workers)
+        alone_s = self._forecast.step_time(asked.num_choices / self._forecast.num_workers)
         if settings.slo_itl_s and predicted.itl_s > max(settings.slo_itl_s, alone_s):
             return "predicted_itl"
         return ""
 
-    def _retry_after_s(self, situation: Situation, num_tokens: int, num_choices: int) -> float:
+    def _retry_after_s(self, situation: Situation, asked: Asked) -> float:
         """The least delay after which it would be in time, by bisection, and the time of one prompt: one that is being computed counts as
         a whole until it is done. MAX_RETRY_S if that is not enough.
         """
         low, high = 0.0, MAX_RETRY_S
         while high - low > _RETRY_GRAIN_S:
             middle = (low + high) / 2
-            if self._missed(situation, num_tokens, num_choices, middle):
+            if self._missed(situation, asked, middle):
                 low = middle
             else:
                 high = middle
@@ -196,21 +208,17 @@ class Overload:
 
     def _situation(self, ticket: Ticket, num_tokens: int, views: Sequence[WorkerView]) -> Situation:
         ahead = self.queue.ahead_of(ticket)
-        decodes = [view for view in views if view.role is not Role.PREFILL]
-        self._forecast.num_workers = max(1, len(decodes))
-        num_sequences = sum([view.num_sequences for view in decodes])
+        totals = totals_of(views)
+        self._forecast.num_workers = max(1, totals.num_decode)
         of_one = (num_tokens + ahead.num_tokens) / (1 + ahead.num_choices)
-        computing = [view for view in views if view.role is Role.PREFILL] or decodes
-        rates = [view.prefill_tokens_per_s for view in computing]
-        slots = [min(float(self._max_sequences - view.num_sequences), view.num_free_tokens / of_one) for view in decodes]
         return Situation(
-            prefill_tokens_per_s=sum(rates),
-            one_tokens_per_s=max(rates, default=0.0),
+            prefill_tokens_per_s=totals.prefill_tokens_per_s,
+            one_tokens_per_s=totals.one_tokens_per_s,
             num_choices_ahead=ahead.num_choices,
-            num_tokens_ahead=ahead.num_tokens,
-            num_tokens_sent=sum([view.prefill_backlog_tokens for view in views]),
-            num_others=max(0, num_sequences - self._forecast.num_running),
-            num_free_slots=sum([max(0.0, slot) for slot in slots]),
+            num_tokens_ahead=ahead.num_to_compute,
+            num_tokens_sent=totals.num_tokens_sent,
+            num_others=max(0, totals.num_sequences - self._forecast.num_running),
+            num_free_slots=num_free_slots(views, self._max_sequences, of_one),
         )
 
     def _expected_tokens(self, generation: Generation) -> float:

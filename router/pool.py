@@ -51,6 +51,8 @@ class PoolSettings:
     text_vocab_size: int
     """Tokens the router's tokenizer can produce; a model with fewer is refused."""
     breaker: BreakerConfig = field(default_factory=BreakerConfig)
+    reads_cached: bool = True
+    """What workers have cached matters to somebody here."""
 
 
 @dataclass(slots=True)
@@ -82,11 +84,12 @@ class WorkerPool:
         self._metrics = metrics
         self._addresses: dict[str, _Address] = {}
         self._workers: dict[PeerId, LinkedWorker] = {}
+        self._linked: tuple[LinkedWorker, ...] = ()
         self._removed: dict[WorkerId, tuple[Incarnation, str]] = {}
         """By an operator, with the address: not linked again as they are."""
         self.breakers = Breakers(settings.breaker, metrics, self._workers)
         self._is_closing = False
-        self.prefixes = Prefixes(lambda: asyncio.get_running_loop().time())
+        self.prefixes = Prefixes(lambda: asyncio.get_running_loop().time(), settings.reads_cached)
         self.version = 0
         """Grows with every change of who is linked, in which role and with how large a pool: what is made of these may be kept."""
         self.on_frame: Callable[[PeerId, WorkerFrame], None] = lambda peer, frame: None
@@ -97,7 +100,8 @@ class WorkerPool:
 
     @property
     def workers(self) -> tuple[LinkedWorker, ...]:
-        return tuple(self._workers.values())
+        """The same tuple until one comes or goes."""
+        return self._linked
 
     def get(self, peer: PeerId) -> LinkedWorker | None:
         return self._workers.get(peer)
@@ -108,6 +112,7 @@ class WorkerPool:
         return worker is not None and worker.link.send(frame)
 
     def is_joining(self, worker: LinkedWorker) -> bool:
+        """If of one, then of all that came later."""
         return asyncio.get_running_loop().time() - worker.linked_at < self._settings.join_grace_s
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
@@ -143,8 +148,7 @@ class WorkerPool:
             if known is not None and known.worker_id == peer.worker_id and known != peer and address.url != url:
                 self._unfollow(address, f"{peer} has taken its name")
         self._follow(url, peer, is_configured=False)
-        linked = self._workers.get(peer)
-        return linked is not None
+        return peer in self._workers
 
     def _check_room(self, url: str) -> None:
         if url not in self._addresses and len(self._addresses) >= MAX_ADDRESSES:
@@ -386,6 +390,7 @@ class WorkerPool:
 
     def _export_workers(self) -> None:
         self.version += 1
+        self._linked = tuple(self._workers.values())
         for role in Role:
             count = sum(worker.load.role is role for worker in self._workers.values())
             self._metrics.record("pd_serve_linked_workers", count, role.value)

@@ -49,7 +49,7 @@ class ChoiceQueue:
         self._classes = tuple([FairClass(short_tokens) for _ in range(rules.num_classes)])
         self._returned: list[tuple[int, Generation]] = []
         self._num_returned = 0
-        self._num_returned_tokens = 0
+        self._num_returned_tokens = self._num_returned_to_compute = 0
         self._passed_over: list[Generation] = []
         self._short_tokens = short_tokens
         self._ageing_s = rules.ageing_s
@@ -79,6 +79,7 @@ class ChoiceQueue:
         if generation.is_returned:
             self._num_returned += 1
             self._num_returned_tokens += generation.num_tokens
+            self._num_returned_to_compute += generation.num_to_compute
             heapq.heappush(self._returned, (generation.key, generation))
         else:
             of_class.push(generation)
@@ -103,6 +104,7 @@ class ChoiceQueue:
         if generation.is_returned:
             self._num_returned -= 1
             self._num_returned_tokens -= generation.num_tokens
+            self._num_returned_to_compute -= generation.num_to_compute
             clear_leftovers(self._returned, self._num_returned)
         else:
             self._class_of(generation).left(generation)
@@ -149,6 +151,7 @@ class ChoiceQueue:
         return Ahead(
             own.num_choices + self._num_returned + sum([of_class.num_queued for of_class in above]),
             own.num_tokens + self._num_returned_tokens + sum([of_class.num_tokens for of_class in above]),
+            own.num_to_compute + self._num_returned_to_compute + sum([of_class.num_to_compute for of_class in above]),
         )
 
     def _head_of_classes(self, is_short: bool) -> Generation | None:

@@ -51,6 +51,8 @@ class Throughput:
         self._usual = PRIOR_TOKENS_PER_S
         self.handover_s = PRIOR_HANDOVER_S
         """From a prompt's end at prefill to decode's first token."""
+        self.changed: set[PeerId] = set()
+        """Workers that were measured anew since the last look: for the roster, which empties it."""
 
     def began(self, peer: PeerId, key: int, now: float) -> None:
         """The worker has been given a prompt."""
@@ -69,8 +71,11 @@ class Throughput:
         meter.under_way.remove(key)
         busy_s, meter.busy_since = max(0.0, now - meter.busy_since), now
         meter.add(num_computed_tokens, busy_s, self._usual)
+        self.changed.add(peer)
         self._all.add(num_computed_tokens, busy_s, PRIOR_TOKENS_PER_S)
-        self._usual = math.exp(round(math.log(max(1e-3, self._all.tokens_per_s)) / _STEP) * _STEP)
+        steps = math.log(max(1e-3, self._all.tokens_per_s)) / _STEP
+        if abs(steps - math.log(self._usual) / _STEP) >= 1.0:
+            self._usual = math.exp(round(steps) * _STEP)
 
     def left(self, peer: PeerId, key: int, now: float) -> None:
         """It will not be finished there; what was done meanwhile is not known, and not counted. Idempotent."""
@@ -84,6 +89,16 @@ class Throughput:
 
     def forget(self, peer: PeerId) -> None:
         self._meters.pop(peer, None)
+        self.changed.discard(peer)
+
+    @property
+    def usual_tokens_per_s(self) -> float:
+        """Of a worker that was not measured."""
+        return self._usual
+
+    def is_measured(self, peer: PeerId) -> bool:
+        meter = self._meters.get(peer)
+        return meter is not None and meter.tokens_per_s > 0
 
     def tokens_per_s(self, peer: PeerId) -> float:
         """Measured, or what is usual here."""

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from router.policy.base import Demand, Leg, Scorer, WorkerView
+from router.policy.columns import Look, Rows, ScoreColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,7 @@ class CacheAware:
 
     looks_at_pairs = False
     reads_cached = True
+    is_columnar = True
 
     def __init__(self, leg: Leg, settings: BalanceSettings) -> None:
         self._leg = leg
@@ -33,14 +35,19 @@ class CacheAware:
 
     def scorer(self, workers: Sequence[WorkerView], demand: Demand) -> Scorer:
         leg, cached = self._leg, demand.cached
-        if not cached or not self._is_balanced(workers):
+        loads = [worker.load(leg) for worker in workers]
+        if not cached or not self._is_balanced(max(loads), min(loads)):
             return lambda worker, partner: (0, worker.load(leg))
         return lambda worker, partner: (-cached.get(worker.peer, 0), worker.load(leg))
+
+    def score_columns(self, look: Look, rows: Rows, partner: int | None) -> ScoreColumns:
+        load = look.table.load(self._leg)[rows]
+        if not self._is_balanced(int(load.max()), int(load.min())):
+            return (load,)
+        return -look.cached[rows], load
 
     def chosen(self, worker: WorkerView) -> None:
         return None
 
-    def _is_balanced(self, workers: Sequence[WorkerView]) -> bool:
-        loads = [worker.load(self._leg) for worker in workers]
-        most, least = max(loads), min(loads)
+    def _is_balanced(self, most: int, least: int) -> bool:
         return most - least <= self._settings.min_difference_tokens or most <= self._settings.max_ratio * least

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 
 from pd_serve.protocol.link import Role
 from router.policy.base import Demand, RoutingSettings, WorkerView
+from router.policy.column_chooser import ColumnCandidates
+from router.policy.columns import Look, WorkerTable
 
 
 class Candidates:
@@ -24,9 +26,10 @@ class Candidates:
         self._settings = settings
         self._is_idle = is_idle
         self.decodes = [worker for worker in workers if _can_hold(demand, worker, settings)]
-        beside = [worker for worker in self.decodes if worker.peer == demand.beside]
-        self.beside = beside[0] if beside else None
+        self.beside: WorkerView | None = None
         """Has the prompt, and room."""
+        if demand.beside is not None:
+            self.beside = next((worker for worker in self.decodes if worker.peer == demand.beside), None)
         self.prefills = [worker for worker in workers if worker.role is Role.PREFILL and _can_compute(demand, worker)]
         self.starting = [worker for worker in self.prefills if self.can_start(worker)]
         self._usual_partner: WorkerView | None = self.prefills[0] if self.prefills else None
@@ -64,6 +67,8 @@ class Candidates:
 
 def waits_for_compute_only(demand: Demand, workers: Sequence[WorkerView], settings: RoutingSettings) -> bool:
     """Whether there were a route if no prompt was being computed anywhere: nothing that others take meanwhile is missing."""
+    if type(workers) is WorkerTable:
+        return ColumnCandidates(Look(workers, demand), settings).has_route_when_idle()
     idle = Candidates(demand, workers, settings, is_idle=True)
     return any(idle.local_reason(decode) or any(are_joined(prefill, decode) for prefill in idle.prefills) for decode in idle.decodes)
 
@@ -75,6 +80,31 @@ def are_joined(prefill: WorkerView, decode: WorkerView) -> bool:
 def could_hold(demand: Demand, worker: WorkerView) -> bool:
     """It could be generated there, were the worker idle."""
     return worker.can_decode and _can_compute(demand, worker)
+
+
+def could_any_hold(demand: Demand, workers: Sequence[WorkerView]) -> bool:
+    if type(workers) is not WorkerTable:
+        return any(could_hold(demand, worker) for worker in workers)
+    columns = workers.columns
+    fits = columns.max_model_len >= demand.num_tokens + demand.max_new_tokens
+    return bool((workers.can_decode & fits & (columns.num_pool_tokens > demand.num_tokens)).any())
+
+
+def longest_model_len(workers: Sequence[WorkerView]) -> int:
+    """Of those that decode; 0: there are none."""
+    if type(workers) is not WorkerTable:
+        return max((worker.max_model_len for worker in workers if worker.can_decode), default=0)
+    lengths = workers.columns.max_model_len[workers.can_decode]
+    return int(lengths.max()) if lengths.size else 0
+
+
+def shortest_model_len(workers: Sequence[WorkerView], above: int) -> int:
+    """Of all that take more than `above`; 0: there are none."""
+    if type(workers) is not WorkerTable:
+        return min((worker.max_model_len for worker in workers if worker.max_model_len > above), default=0)
+    lengths = workers.columns.max_model_len[workers.is_prefill | workers.can_decode]
+    lengths = lengths[lengths > above]
+    return int(lengths.min()) if lengths.size else 0
 
 
 def _can_hold(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> bool:

@@ -2,7 +2,8 @@
 
     (prefill policy's score of the worker that computes the prompt, decode policy's score of the worker that generates)
 
-but no such list is made: while the best prefill worker is joined with a decode worker, it is that one's partner, at no cost.
+but no such list is made: while the best prefill worker is joined with a decode worker, it is that one's partner, at no cost. Of a large
+fleet the same is found by columns (column_chooser.py), where both policies can be asked so.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from collections.abc import Collection, Sequence
 from pd_serve.ids import PeerId
 from router.policy.base import Demand, LegPolicy, Route, RoutingSettings, Score, Scorer, WorkerView
 from router.policy.candidates import Candidates, are_joined
+from router.policy.column_chooser import ColumnChooser
+from router.policy.columns import ColumnPolicy, WorkerTable
 from router.policy.conditional import LocalOrRemote
 from router.policy.prediction import remote_ttft_s
 
@@ -26,25 +29,39 @@ class RouteChooser:
         self._prefill_policy = prefill_policy
         self._decode_policy = decode_policy
         self._conditional = conditional
-        self._reads_cached = (
+        self.reads_cached = (
             prefill_policy.reads_cached or decode_policy.reads_cached or conditional is not None or settings.local_prefill_max_tokens > 0
         )
+        """What workers have cached matters here."""
+        self.reads_lanes = prefill_policy.looks_at_pairs or decode_policy.looks_at_pairs or conditional is not None
+        """So does how fast they can send KV to each other."""
+        self._by_columns: ColumnChooser | None = None
+        if isinstance(prefill_policy, ColumnPolicy) and isinstance(decode_policy, ColumnPolicy):
+            can = prefill_policy.is_columnar and decode_policy.is_columnar and not decode_policy.looks_at_pairs
+            self._by_columns = ColumnChooser(prefill_policy, decode_policy, settings, conditional) if can else None
 
     def num_to_compute(self, demand: Demand, route: Route) -> int:
         """Tokens of it that are new to the worker that computes them; all, where nothing depends on what is cached."""
-        return demand.num_uncached(route.computing.peer) if self._reads_cached else demand.num_tokens
+        return demand.num_uncached(route.computing.peer) if self.reads_cached else demand.num_tokens
 
     def choose(self, demand: Demand, workers: Sequence[WorkerView]) -> Route | None:
         """Where it goes now; None: nowhere, it has to wait. With a worker to avoid only where there is nothing else."""
+        if self._by_columns is not None and type(workers) is WorkerTable:
+            route = self._by_columns.choose(demand, workers)
+        else:
+            route = self._choose_one_by_one(demand, workers)
+        if route is not None and (demand.beside is None or route.decode.peer != demand.beside):
+            self._prefill_policy.chosen(route.computing)
+            self._decode_policy.chosen(route.decode)
+        return route
+
+    def _choose_one_by_one(self, demand: Demand, workers: Sequence[WorkerView]) -> Route | None:
         candidates = Candidates(demand, workers, self.settings)
         if candidates.beside is not None:
             return Route(None, candidates.beside, "cached")
         route = self._choose(demand, candidates, demand.avoid)
         if route is None and demand.avoid:
             route = self._choose(demand, candidates, ())
-        if route is not None:
-            self._prefill_policy.chosen(route.computing)
-            self._decode_policy.chosen(route.decode)
         return route
 
     def forget(self, peer: PeerId) -> None:

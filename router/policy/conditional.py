@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from pd_serve.ids import PeerId
-from router.policy.base import NOTHING, Demand, WorkerView
+from router.policy.base import Demand, WorkerView
 from router.policy.prediction import compute_s, local_ttft_s, remote_ttft_s
 
 
@@ -63,8 +63,8 @@ class LocalOrRemote:
     def _because(self, demand: Demand, prefill: WorkerView, decode: WorkerView) -> str:
         """What, had it been otherwise, would have sent it the other way."""
         if demand.cached.get(decode.peer, 0):
-            without = {peer: num for peer, num in demand.cached.items() if peer != decode.peer}
-            if not self._is_cheaper(msgspec.structs.replace(demand, cached=without or NOTHING), prefill, decode):
+            without = {prefill.peer: demand.cached.get(prefill.peer, 0)}
+            if not self._is_cheaper(msgspec.structs.replace(demand, cached=without), prefill, decode):
                 return "cached_on_decode"
         if prefill.prefill_backlog_tokens:
             idle = msgspec.structs.replace(prefill, prefill_backlog_tokens=0)

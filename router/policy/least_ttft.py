@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from router.policy.base import Demand, Leg, Score, Scorer, WorkerView
+from router.policy.columns import Look, Rows, ScoreColumns
 from router.policy.prediction import local_ttft_s, remote_ttft_s
 
 
@@ -16,6 +17,7 @@ class LeastTTFT:
     """On decode: context tokens that every step reads, and tokens whose KV it lacks, together."""
 
     reads_cached = True
+    is_columnar = True
 
     def __init__(self, leg: Leg) -> None:
         self._leg = leg
@@ -30,6 +32,12 @@ class LeastTTFT:
             return seconds, worker.prefill_backlog_tokens
 
         return score
+
+    def score_columns(self, look: Look, rows: Rows, partner: int | None) -> ScoreColumns:
+        if self._leg is Leg.DECODE:
+            return (look.table.decode_load[rows] + look.num_uncached[rows],)
+        seconds = look.local_ttft_s(rows) if partner is None else look.remote_ttft_s(rows, partner)
+        return seconds, look.table.backlog[rows]
 
     def chosen(self, worker: WorkerView) -> None:
         return None

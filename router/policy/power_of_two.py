@@ -8,7 +8,10 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
+import numpy as np
+
 from router.policy.base import Demand, Leg, Score, Scorer, WorkerView
+from router.policy.columns import Look, Rows, ScoreColumns
 
 
 class PowerOfTwo:
@@ -16,6 +19,7 @@ class PowerOfTwo:
 
     looks_at_pairs = False
     reads_cached = False
+    is_columnar = True
 
     def __init__(self, leg: Leg, rng: random.Random) -> None:
         self._leg = leg
@@ -29,6 +33,11 @@ class PowerOfTwo:
             return worker.peer not in peers, worker.load(self._leg)
 
         return score
+
+    def score_columns(self, look: Look, rows: Rows, partner: int | None) -> ScoreColumns:
+        is_other = np.ones(len(rows), np.bool_)
+        is_other[range(len(rows)) if len(rows) <= 2 else self._rng.sample(range(len(rows)), 2)] = False
+        return is_other, look.table.load(self._leg)[rows]
 
     def chosen(self, worker: WorkerView) -> None:
         return None

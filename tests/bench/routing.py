@@ -11,16 +11,20 @@ import sys
 import time
 from types import SimpleNamespace
 
+import msgspec
+
 from pd_serve.config import Config
 from pd_serve.ids import PeerId
+from pd_serve.protocol.cache_events import CacheEvents
 from router.assignment import Assigner
 from router.policy.registry import new_chooser, policy_names
+from router.prefixes import Prefixes
 from router.throughput import Throughput
-from tests.sim.routing import FleetSpec, Outcome, Prompt, Request, RoutingSim
+from tests.sim.routing import BLOCK, FleetSpec, Outcome, Prompt, Request, RoutingSim
 from tests.sim.sessions import burst, conversations, stream
 from tests.unit.router.routes import config_of
 
-SIZES = (10, 100, 1000)
+SIZES = (2, 10, 100, 1000)
 NUM_DECISIONS = 500
 FLEETS = {
     "4 prefill workers, alike": (FleetSpec((8000.0,) * 4, 4), 4.0),
@@ -36,8 +40,9 @@ CHOICES: dict[str, tuple[dict[str, object], dict[str, object], bool]] = {
 
 
 def decision_s(policy: str, num_workers: int, session: str = "", **routing: object) -> tuple[float, float]:
-    """(median, 99 %) of processor seconds for one decision among so many workers, half of each role, all joined; each ends 100
-    decisions later.
+    """(median, 99 %) of processor seconds for one decision among so many workers, half of each role, all joined: from the queue's head to
+    the charges, what workers have of its prompt looked up. Prompts are computed 50 decisions later and end after another 50; with each
+    decision a worker reports and tells of its cache.
     """
     spec = FleetSpec((8000.0,) * (num_workers // 2), num_workers - num_workers // 2)
     config = config_of({"policy": policy}, **routing).model_copy(
@@ -52,11 +57,13 @@ def decision_s(policy: str, num_workers: int, session: str = "", **routing: obje
     speeds = Throughput()
     assigner = Assigner(pool, new_chooser(config, lambda: speeds.handover_s), speeds, time.monotonic)  # type: ignore[arg-type]
     peers: tuple[PeerId, ...] = tuple(nodes)
+    prefixes, keys = _known_prefixes(peers)
     taken: list[float] = []
     open_requests: list[Request] = []
     for number in range(NUM_DECISIONS):
-        cached = {peer: 64 * (index % 7) for index, peer in enumerate(peers)}
-        request = Request(number, Prompt("s", 100 + number % 900, 0, 10), 0.0, cached, session)
+        prompt = Prompt("s", 100 + number % 900, 0, 10)
+        cached = prefixes.cached_keys(keys[: prompt.num_tokens // BLOCK], prompt.num_tokens)
+        request = Request(number, prompt, 0.0, cached, session)
         queue = SimpleNamespace(head=lambda request=request: request, short_head=lambda: None, num_passed_over=0)
         began = time.thread_time()
         found = assigner.next(queue, lambda generation, views: False)  # type: ignore[arg-type]
@@ -64,10 +71,37 @@ def decision_s(policy: str, num_workers: int, session: str = "", **routing: obje
         assigner.taken(request, found[1])  # type: ignore[arg-type]
         taken.append(time.thread_time() - began)
         open_requests.append(request)
-        if len(open_requests) > 100:
-            assigner.left(open_requests.pop(0), 0.0)  # type: ignore[arg-type]
+        _go_on(assigner, open_requests)
+        reporting = nodes[peers[number % num_workers]].linked
+        reporting.load = msgspec.structs.replace(reporting.load, seq=number)
+        assigner.book.reported(reporting.peer, time.monotonic())
+        prefixes.apply(reporting.peer, CacheEvents(1 + number // num_workers, number.to_bytes(8, "little")))
     taken.sort()
     return taken[NUM_DECISIONS // 2], taken[NUM_DECISIONS * 99 // 100]
+
+
+def _known_prefixes(peers: tuple[PeerId, ...]) -> tuple[Prefixes, list[int]]:
+    """Each has a part of what all prompts begin with, of eight lengths; and the digests of that."""
+    prefixes, keys = Prefixes(time.monotonic), [(1 << 63) + index for index in range(64)]
+    for index, peer in enumerate(peers):
+        prefixes.linked(peer, BLOCK)
+        stored = b"".join(key.to_bytes(8, "little") for key in keys[: 4 * (index % 8)])
+        prefixes.apply(peer, CacheEvents(0, stored, num_parts=1))
+    return prefixes, keys
+
+
+def _go_on(assigner: Assigner, open_requests: list[Request]) -> None:
+    """The rest of the lives of those before."""
+    now, request = time.monotonic(), open_requests[-1]
+    assigner.reserved(request, request.charged[-1], now)  # type: ignore[arg-type]
+    if len(request.charged) > 1:
+        assigner.sent_prefill(request, request.charged[0], now)  # type: ignore[arg-type]
+    if len(open_requests) > 50:
+        request = open_requests[-50]
+        assigner.prefilled(request, request.charged[0], request.prompt.num_tokens, now)  # type: ignore[arg-type]
+        assigner.spoke(request, 0, now)  # type: ignore[arg-type]
+    if len(open_requests) > 100:
+        assigner.left(open_requests.pop(0), now)  # type: ignore[arg-type]
 
 
 def _nothing(generation: object, now: float) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -85,7 +85,7 @@ class Request:
     key: int
     prompt: Prompt
     arrived_at: float
-    cached: dict[PeerId, int] = field(default_factory=dict)
+    cached: Mapping[PeerId, int] = field(default_factory=dict)
     named_session: str = ""
     charged: tuple[PeerId, ...] = ()
     prefilled_at: float = 0.0

@@ -6,9 +6,7 @@ from functools import cache
 
 import pytest
 
-from pd_serve.ids import PeerId
 from pd_serve.protocol.link import Load
-from router.load import LoadBook
 from router.policy.base import Demand
 from router.throughput import Throughput
 from tests.sim.routing import FleetSpec, Outcome
@@ -49,10 +47,10 @@ def test_burst_is_shared_where_all_may_start_at_once() -> None:
 def test_load_that_is_known_late_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: what was sent counts when it is reported, not before."""
 
-    def reported(self: LoadBook, peer: PeerId, load: Load) -> int:
+    def reported(worker: object, load: Load) -> int:
         return load.prefill_queue_tokens
 
-    monkeypatch.setattr(LoadBook, "prefill_backlog_tokens", reported)
+    monkeypatch.setattr("router.load._backlog_tokens", reported)
     config = config_of().model_copy(update={"engine": config_of().engine.model_copy(update={"max_batch_tokens": 10**9})})
     assert over_mean(burst(ALIKE, config, 0)) > 2
 

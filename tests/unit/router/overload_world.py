@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -15,7 +15,9 @@ from pd_serve.clock import VirtualClock
 from pd_serve.config import BreakerConfig
 from pd_serve.errors import OverloadedError
 from pd_serve.ids import AttemptId, PeerId
+from pd_serve.kv.prefix_chain import SHORT_NBYTES, chain_digests
 from pd_serve.observe import Metrics, Side
+from pd_serve.protocol.cache_events import CacheEvents
 from pd_serve.protocol.link import Cancel, FinishReason, Open, Reserved, Role, RouterFrame, Step, TokenOutput
 from router.assignment import Assigner
 from router.breaker import Breakers
@@ -28,6 +30,7 @@ from router.overload import OverloadSettings
 from router.policy.base import Leg, RoutingSettings
 from router.policy.chooser import RouteChooser
 from router.policy.least_tokens import LeastTokens
+from router.policy.least_ttft import LeastTTFT
 from router.prefixes import Prefixes
 from router.tenants import NO_TICKET, Ticket
 from router.throughput import Throughput
@@ -35,6 +38,7 @@ from tests.fakes import block_counts, load, peer_id, peer_info, sampling, welcom
 
 PEER = peer_id("both-0")
 WINDOW_TOKENS = 400
+BLOCK = 16
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,13 @@ class Asked:
 class World:
     """Create within an event loop. Plays the pool and the worker."""
 
-    def __init__(self, overload: OverloadSettings, speeds: Speeds = Speeds(), max_queued: int = 10**6) -> None:
+    def __init__(
+        self,
+        overload: OverloadSettings,
+        speeds: Speeds = Speeds(),
+        max_queued: int = 10**6,
+        policy: type[LeastTokens | LeastTTFT] = LeastTokens,
+    ) -> None:
         self.clock = VirtualClock(1.0)
         self.speeds = speeds
         info = welcome(peer_info(PEER, Role.BOTH), max_model_len=1 << 20)
@@ -86,7 +96,13 @@ class World:
         self._cancelled: set[AttemptId] = set()
         routing = RoutingSettings(0, WINDOW_TOKENS, speeds.max_sequences)
         settings = DispatcherSettings(LifecycleSettings(600.0, 600.0, 3), routing, 600.0, 600.0, max_queued, True, overload)
-        chooser = RouteChooser(LeastTokens(Leg.PREFILL), LeastTokens(Leg.DECODE), routing)
+        chooser = RouteChooser(policy(Leg.PREFILL), policy(Leg.DECODE), routing)
+        self._has_cache = chooser.reads_cached
+        self._num_published: Counter[int] = Counter()
+        """Blocks of its cache: a prompt is one token again and again."""
+        self.prefixes.linked(PEER, BLOCK)
+        self.prefixes.apply(PEER, CacheEvents(0, b"", num_parts=1))
+        self._seqs = itertools.count(1)
         assigner = Assigner(self, chooser, Throughput(), self.clock.now)  # type: ignore[arg-type]
         metrics = Metrics(CollectorRegistry(), Side.ROUTER)
         self.on_change: Callable[[], None] = lambda: None
@@ -94,11 +110,11 @@ class World:
 
     # ---- clients
 
-    def ask(self, num_tokens: int, max_tokens: int, ticket: Ticket = NO_TICKET) -> Asked:
+    def ask(self, num_tokens: int, max_tokens: int, ticket: Ticket = NO_TICKET, token: int = 1) -> Asked:
         """Now. Turned away: `generation` is None."""
         asked = Asked(self.clock.now())
         try:
-            (asked.generation,) = self.router.submit((1,) * num_tokens, (sampling(max_tokens),), lambda: None, ticket=ticket)
+            (asked.generation,) = self.router.submit((token,) * num_tokens, (sampling(max_tokens),), lambda: None, ticket=ticket)
         except OverloadedError as error:
             asked.retry_after_s = error.retry_after_s
         else:
@@ -141,15 +157,27 @@ class World:
         self._is_computing = bool(self._prompts)
         if self._is_computing:
             frame = self._prompts.popleft()
-            self.at(self.clock.now() + len(frame.token_ids) / self.speeds.prefill_tokens_per_s, lambda: self._computed(frame))
+            num_cached = min(self._num_published[frame.token_ids[0]], (len(frame.token_ids) - 1) // BLOCK) * BLOCK
+            compute_s = (len(frame.token_ids) - num_cached) / self.speeds.prefill_tokens_per_s
+            self.at(self.clock.now() + compute_s, lambda: self._computed(frame, num_cached))
 
-    def _computed(self, frame: Open) -> None:
+    def _computed(self, frame: Open, num_cached: int) -> None:
         self._running[frame.attempt_id] = frame.sampling.max_tokens
-        self._give([frame.attempt_id])
+        if self._has_cache:
+            self._publish(frame.token_ids)
+        self._give([frame.attempt_id], num_cached)
         self.on_change()  # as with PrefillDone, or a report
         self._compute()
         if not self._is_decoding:
             self._decode()
+
+    def _publish(self, token_ids: tuple[int, ...]) -> None:
+        num_blocks = len(token_ids) // BLOCK
+        num_published = self._num_published[token_ids[0]]
+        if num_blocks > num_published:
+            digests = list(chain_digests(token_ids, BLOCK, 0, num_blocks))[num_published:]
+            self.prefixes.apply(PEER, CacheEvents(next(self._seqs), b"".join(digest[:SHORT_NBYTES] for digest in digests)))
+            self._num_published[token_ids[0]] = num_blocks
 
     def _decode(self) -> None:
         for attempt_id in self._cancelled & self._running.keys():
@@ -164,12 +192,12 @@ class World:
         self._give([attempt_id for attempt_id in present if attempt_id in self._running])
         self._decode()
 
-    def _give(self, attempt_ids: list[AttemptId]) -> None:
+    def _give(self, attempt_ids: list[AttemptId], num_cached: int = 0) -> None:
         outputs: list[TokenOutput] = []
         for attempt_id in attempt_ids:
             self._running[attempt_id] -= 1
             is_last = not self._running[attempt_id]
-            outputs.append(TokenOutput(attempt_id, 5, FinishReason.LENGTH if is_last else None))
+            outputs.append(TokenOutput(attempt_id, 5, FinishReason.LENGTH if is_last else None, num_cached_tokens=num_cached))
             generation = self.router._by_attempt.get(attempt_id)
             if generation is not None and (asked := self._asked.get(generation.key)) is not None:
                 asked.token_times.append(self.clock.now())

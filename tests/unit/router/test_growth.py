@@ -15,13 +15,13 @@ from pd_serve.config import BreakerConfig
 from pd_serve.ids import PeerId
 from pd_serve.observe import Metrics, Side
 from pd_serve.protocol.link import FinishReason, Open, Reserved, Role, RouterFrame, Step, TokenOutput
+from router import load as load_book
 from router.assignment import Assigner
 from router.breaker import Breakers
 from router.dispatcher import Dispatcher, DispatcherSettings
 from router.generation import Generation
 from router.lifecycle import LifecycleSettings
 from router.linked_worker import LinkedWorker
-from router.load import LoadBook
 from router.occupancy import OwnOccupancy
 from router.policy.base import Leg, RoutingSettings
 from router.policy.chooser import RouteChooser
@@ -120,9 +120,9 @@ async def test_a_request_takes_as_many_calls_among_thousands(max_sequences: int)
 
 
 async def test_sums_that_are_made_anew_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def made_anew(self: LoadBook, peer: PeerId, report: object) -> int:
-        return sum(charge.num_tokens for charge in self._worker(peer).decode._charges.values())
+    def made_anew(worker: load_book._Worker, report: object) -> int:
+        return sum(charge.num_tokens for charge in worker.decode._charges.values())
 
-    monkeypatch.setattr(LoadBook, "decode_tokens", made_anew)
+    monkeypatch.setattr(load_book, "_decode_tokens", made_anew)
     assert "submit" in grown(10**6)
     await asyncio.sleep(0)

@@ -9,9 +9,9 @@ import pytest
 
 from pd_serve.protocol.link import PeerStatus
 from router import load as module
-from router.assignment import as_worst_known
 from router.linked_worker import LinkedWorker
 from router.load import REPORT_LAG_S, LoadBook
+from router.roster import as_worst_known
 from tests.fakes import block_counts, joined, load, peer_id, peer_info, welcome
 
 BLOCK = 16

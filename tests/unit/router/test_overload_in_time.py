@@ -8,6 +8,8 @@ import random
 import pytest
 
 from router.overload import OverloadSettings
+from router.policy.least_tokens import LeastTokens
+from router.policy.least_ttft import LeastTTFT
 from router.tenants import NO_TICKET, Tenant, Ticket
 from tests.unit.router.overload_world import Asked, Speeds, World
 
@@ -191,4 +193,27 @@ async def test_clients_that_give_up_leave_nothing_and_the_next_is_as_quick_as_th
     last = world.ask(PROMPT_TOKENS, 5)
     world.run()
     assert last.ttft_s == pytest.approx(first.ttft_s)
+    await asyncio.sleep(0)
+
+
+def next_turns(policy: type[LeastTokens | LeastTTFT]) -> tuple[list[Asked], list[Asked]]:
+    """After one prompt of 2,000 tokens that takes 200 ms, 30 at once that go on from it, with 9 ms of work each; then 10 new of 300 ms."""
+    world = World(OverloadSettings(slo_ttft_s=SLO_TTFT_S), Speeds(step_s=0.001), policy=policy)
+    turns: list[Asked] = []
+    for number in range(3):
+        world.at(1.0 + number, lambda: world.ask(2000, 2))
+    world.at(5.0, lambda: turns.extend(world.ask(2080, 2) for _ in range(30)))
+    world.run(until=5.001)
+    new = [world.ask(3000, 2, token=10 + number) for number in range(10)]
+    world.run()
+    assert world.router.is_empty()
+    return turns, new
+
+
+async def test_what_is_cached_is_not_counted_as_work_to_come() -> None:
+    turns, new = next_turns(LeastTTFT)
+    assert max(turn.ttft_s for turn in turns) < SLO_TTFT_S
+    assert any(asked.generation is None for asked in new), "what has to be computed counts"
+    turns, _ = next_turns(LeastTokens)
+    assert any(turn.generation is None for turn in turns), "nobody knows what is cached: it may have to be computed"
     await asyncio.sleep(0)

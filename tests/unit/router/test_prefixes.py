@@ -6,6 +6,7 @@ import pytest
 
 from pd_serve.kv.prefix_chain import SHORT_NBYTES, chain_digests
 from pd_serve.protocol.cache_events import CacheEvents
+from router import chains
 from router import prefixes as module
 from router.prefixes import ASK_AGAIN_S, EXPECTED_S, Prefixes
 from tests.fakes import peer_id
@@ -47,7 +48,7 @@ def known() -> Known:
 
 
 def test_of_nobody_nothing_is_known_and_nothing_is_hashed(known: Known, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "chain_digests", lambda *args: (_ for _ in ()).throw(AssertionError("hashed")))
+    monkeypatch.setattr(chains, "chain_digests", lambda *args: (_ for _ in ()).throw(AssertionError("hashed")))
     assert known.cached() == (0, 0, 0)
     assert not known.prefixes.cached(PROMPT)
     assert known.prefixes.cached(PROMPT).get(peer_id("x"), 7) == 7
@@ -86,7 +87,7 @@ def test_a_prompt_is_hashed_once_and_one_block_beyond_what_is_known(known: Known
             hashed.append(digest)
             yield digest
 
-    monkeypatch.setattr(module, "chain_digests", counting)
+    monkeypatch.setattr(chains, "chain_digests", counting)
     known.prefixes.apply(A, snapshot(0, short(PROMPT, 3)))
     known.prefixes.apply(B, snapshot(0, short(PROMPT, 5)))
     cached = known.prefixes.cached(PROMPT)
