@@ -7,6 +7,7 @@ import typer
 from pd_serve.cli import (
     bench_compare,
     bench_engine,
+    bench_fit,
     bench_handover,
     bench_interference,
     bench_load,
@@ -29,5 +30,6 @@ bench.command(epilog=bench_handover.EPILOG)(bench_handover.handover)
 bench.command(epilog=bench_router.EPILOG)(bench_router.router)
 bench.command(epilog=bench_transfer.EPILOG)(bench_transfer.transfer)
 bench.command(epilog=bench_engine.EPILOG)(bench_engine.engine)
+bench.command(epilog=bench_fit.EPILOG)(bench_fit.fit)
 bench.command(epilog=bench_compare.EPILOG)(bench_compare.compare)
 bench.command(epilog=bench_report.EPILOG)(bench_report.report)

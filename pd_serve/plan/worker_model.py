@@ -1,6 +1,6 @@
 """How long a worker's steps take, as a few coefficients; what the simulator has for an engine. Pure.
 
-Written by `pd-serve bench fit` from measurements (fit.py) or made from published peaks (modelled.py), read by `pd-serve plan`. Form of the
+Written by `pd-serve bench fit` (fitted.py) or made from published peaks (modelled.py), read by `pd-serve plan`. Form of the
 two costs: DistServe (OSDI'24, appendix A) and Splitwise (ISCA'24, figure 8) find prompts linear in their tokens with a quadratic part from
 attention, and decode steps linear in batch and in the tokens that attention reads.
 """
@@ -17,7 +17,7 @@ import msgspec
 from pd_serve.plan.errors import PlanError
 
 _COUNTS = ("num_gpus", "num_kv_tokens", "kv_bytes_per_token", "num_layers", "max_batch_tokens", "max_running")
-_SECONDS = ("handover_s", "request_s", "step_gap_s")
+_SECONDS = ("handover_s", "request_s")
 _QUANTILES = ("prefill_noise", "decode_noise")
 
 
@@ -44,8 +44,6 @@ class WorkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What a hand-over takes beyond the transfer of what was computed last: reserve, first push, notice; not hidden by compute."""
     request_s: float = 0.0
     """What a request takes outside of workers' steps and the hand-over: client to router to worker, and its first token back."""
-    step_gap_s: float = 0.0
-    """Between two steps of an engine that has more to do."""
     prefill_noise: tuple[float, ...] = ()
     """Measured by fitted time of steps: quantiles at even distances from the least to the most, to draw from. Empty: as fitted."""
     decode_noise: tuple[float, ...] = ()
