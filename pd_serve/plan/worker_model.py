@@ -17,7 +17,7 @@ import msgspec
 from pd_serve.plan.errors import PlanError
 
 _COUNTS = ("num_gpus", "num_kv_tokens", "kv_bytes_per_token", "num_layers", "max_batch_tokens", "max_running")
-_SECONDS = ("handover_s", "request_s")
+_SECONDS = ("handover_s", "request_s", "step_gap_s")
 _QUANTILES = ("prefill_noise", "decode_noise")
 
 
@@ -44,6 +44,8 @@ class WorkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """What a hand-over takes beyond the transfer of what was computed last: reserve, first push, notice; not hidden by compute."""
     request_s: float = 0.0
     """What a request takes outside of workers' steps and the hand-over: client to router to worker, and its first token back."""
+    step_gap_s: float = 0.0
+    """Between two steps of an engine that has more to do, where `prefill` and `decode` are of steps alone; as fitted, it is in them."""
     prefill_noise: tuple[float, ...] = ()
     """Measured by fitted time of steps: quantiles at even distances from the least to the most, to draw from. Empty: as fitted."""
     decode_noise: tuple[float, ...] = ()
