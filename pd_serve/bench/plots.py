@@ -88,7 +88,7 @@ def timeline(series: Mapping[str, Points], title: str, ylabel: str) -> bytes:
     return png(draw, title)
 
 
-def lines(series: Mapping[str, Points], title: str, xlabel: str, ylabel: str) -> bytes:
+def lines(series: Mapping[str, Points], title: str, xlabel: str, ylabel: str, has_log_x: bool = False) -> bytes:
     """One line with marks a series, in the order of x."""
 
     def draw(axes: Axes) -> None:
@@ -97,6 +97,9 @@ def lines(series: Mapping[str, Points], title: str, xlabel: str, ylabel: str) ->
         axes.set_xlabel(xlabel)
         axes.set_ylabel(ylabel)
         axes.set_ylim(bottom=0)
+        if has_log_x:
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
         _legend(axes, len(series))
 
     return png(draw, title)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from pd_serve.cli import plan_ratio
+from pd_serve.cli import plan_cost, plan_ratio
 
 plan = typer.Typer(
     name="plan",
@@ -13,4 +13,5 @@ plan = typer.Typer(
     epilog="Start here: [bold]pd-serve plan ratio --rate 30 --input 2000 --output 300 --prefill-tokens-per-s 20000 "
     "--decode-tokens-per-s 3000[/bold]. The arithmetic, and a worked example: docs/planning.md.",
 )
+plan.command(epilog=plan_cost.EPILOG)(plan_cost.cost)
 plan.command(epilog=plan_ratio.EPILOG)(plan_ratio.ratio)

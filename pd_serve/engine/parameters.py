@@ -12,6 +12,15 @@ def num_parameters(info: ModelInfo, num_ranks: int = 1) -> int:
     return shared_out // num_ranks + num_embeddings * info.vocab_size * info.hidden_size
 
 
+def num_active_parameters(info: ModelInfo) -> int:
+    """Elements that take part in computing one token: of each mixture the experts that are chosen, and the router."""
+    experts = info.experts
+    if experts is None:
+        return num_parameters(info)
+    num_idle = len(experts.sparse_layers) * (experts.num_experts - experts.num_chosen)
+    return num_parameters(info) - num_idle * 3 * info.hidden_size * experts.intermediate_size
+
+
 def _attention(info: ModelInfo) -> int:
     latent = info.latent
     if latent is None:

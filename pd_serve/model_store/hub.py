@@ -47,6 +47,22 @@ def download(model_id: str, cache_dir: str, progress: Progress) -> Path:
     return folder
 
 
+def cached_config(model_id: str, cache_dir: str) -> Path | None:
+    """config.json of `owner/name[@revision]` where the hub's cache has it; nothing is fetched. None where it has not."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return None
+    repo_id, _, revision = model_id.partition("@")
+    folder = str(Path(cache_dir).expanduser() / "hub") if cache_dir else None
+    try:
+        found = try_to_load_from_cache(repo_id, "config.json", cache_dir=folder, revision=revision or None)
+    except HFValidationError:
+        return None
+    return Path(found) if isinstance(found, str) else None
+
+
 def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 

@@ -43,6 +43,12 @@ def describe(path: Path, *, has_weights: bool = True) -> ModelInfo:
     )
 
 
+def describe_config(config: ConfigJson) -> ModelInfo | None:
+    """What config.json alone says of an architecture that has a file here, whether its weights are quantized or not, without end tokens and
+    fingerprint; None for another architecture. Raises ModelError as describe does."""
+    return next((_FAMILIES[name](config, name) for name in config.texts("architectures") if name in _FAMILIES), None)
+
+
 def _architecture(config: ConfigJson) -> str:
     names = config.texts("architectures")
     for name in names:
