@@ -78,8 +78,12 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def requests(self, rate: float, seed: int) -> Requests:
         """At `rate` requests per second in the mean. Raises PlanError."""
+        return self.requests_at(rate / self.natural_rate() if self.trace else rate, seed)
+
+    def requests_at(self, rate: float, seed: int) -> Requests:
+        """Likewise; of a trace `rate` is how many times as fast. Raises PlanError."""
         if self.trace:
-            return self._replayed(rate / self.natural_rate())
+            return self._replayed(rate)
         if self.turns > 1:
             turns = Turns(self.turns, self.think_s, self.system_tokens)
             return islice(conversations(rate / self.turns, self._shape(), turns, seed=seed), self.limit)

@@ -25,7 +25,7 @@ SLACK = 1.3
 """A finite load may for its duration be served faster than a steady one could be: limits allow a queue to grow for a while."""
 _WORSE = STEP**2
 """Ratio of two goodputs that bisection cannot confuse."""
-_START = 0.6
+START = 0.6
 """Share of what a fleet could carry at its very best where its bisection begins."""
 
 
@@ -42,8 +42,7 @@ RunCurves = Callable[[Sequence[CurveTask]], Iterable[Curve]]
 """The curves of some tasks, in their order."""
 
 
-@dataclass(frozen=True, slots=True)
-class Passed:
+class Passed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fleet that was not tried."""
 
     candidate: Candidate
@@ -72,7 +71,7 @@ def search_splits(candidates: Sequence[Candidate], load: LoadShape, itl_s: float
     passed: list[Passed] = []
     while left:
         wave, left = left[:WAVE], left[WAVE:]
-        curves += run([CurveTask(candidate, _START * most[candidate.name]) for candidate in wave])
+        curves += run([CurveTask(candidate, START * most[candidate.name]) for candidate in wave])
         if not whole:
             rejected = {candidate.name: why for candidate in left if (why := _why_not(candidate, candidates, most[candidate.name], curves))}
             passed += [Passed(candidate, rejected[candidate.name]) for candidate in left if candidate.name in rejected]
@@ -90,7 +89,7 @@ def search_budgets(
     def look(wanted: Iterable[int]) -> None:
         new = [place for place in dict.fromkeys(wanted) if 0 <= place < len(places) and place not in curves]
         fleets = [colocated(count, model, places[place]) for place in new]
-        tasks = [CurveTask(fleet, _START * most_requests_per_s(fleet, load, itl_s)) for fleet in fleets]
+        tasks = [CurveTask(fleet, START * most_requests_per_s(fleet, load, itl_s)) for fleet in fleets]
         curves.update(zip(new, run(tasks) if tasks else (), strict=True))
 
     middle = len(places) // 2
