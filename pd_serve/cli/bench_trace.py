@@ -61,6 +61,9 @@ def trace(
     max_output: Annotated[int, typer.Option("--max-output", min=0, help="Cut answers to so many tokens", rich_help_panel=_TRACE)] = 0,
     vocab: VocabOption = 32_000,
     seed: Annotated[int, typer.Option("--seed", min=0, help="Of the tokens that hash ids stand for", rich_help_panel=_TRACE)] = 0,
+    save_plans: Annotated[
+        Path | None, typer.Option("--save-plans", help="Write the requests at the first speed to this file", rich_help_panel=_TRACE)
+    ] = None,
     rounds: RoundsOption = 1,
     warmup: WarmupOption = 2,
     slo_ttft_ms: SloTtftOption = 0.0,
@@ -77,7 +80,7 @@ def trace(
     from pd_serve.bench.results import result_path
     from pd_serve.bench.runner import run
     from pd_serve.bench.trace import Scaling, SpedUp, TracePlans, read_trace
-    from pd_serve.bench.workload import LengthRange, Workload
+    from pd_serve.bench.workload import LengthRange, Workload, write_plans
     from pd_serve.cli.bench_show import show
 
     requests = read_trace(file, limit, minutes)
@@ -103,6 +106,8 @@ def trace(
             ("ideal_prefix_hit_rate", TracePlans(requests, scalings[0]).ideal_hit_rate()),
         ),
     )
+    if save_plans is not None:
+        write_plans(save_plans, plans[0])
     path = result_path(out, "trace", settings.name)
     with Bars(json) as bars:
         result = run(run_load(settings, path, bars))
