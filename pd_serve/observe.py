@@ -128,6 +128,13 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("pd_serve_malformed_notices_total", _C, _W, "Messages of peers that are no record, dropped"),
     MetricSpec("pd_serve_prefix_cache_hit_tokens_total", _C, _W, "Prompt tokens found in the prefix cache"),
     MetricSpec("pd_serve_computed_tokens_total", _C, _W, "Tokens computed by the engine", ("phase",)),
+    MetricSpec(
+        "pd_serve_compute_seconds_total",
+        _C,
+        _W,
+        "Time of engine steps and between steps that follow each other at once, by what they computed: prefill, decode, or mixed",
+        ("phase",),
+    ),
     MetricSpec("pd_serve_preemptions_total", _C, _W, "Sequences given back to their router under memory pressure"),
     MetricSpec("pd_serve_hard_fences_total", _C, _W, "Silent local peers ended to free quarantined blocks"),
     MetricSpec("pd_serve_step_seconds", _H, _W, "Engine steps", buckets=LATENCY_BUCKETS),

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pd_serve.clock import Clock
-from pd_serve.engine.batch import Batch, Phase, StepResult, without_grammars
+from pd_serve.engine.batch import Batch, without_grammars
 from pd_serve.errors import ProtocolError
 from pd_serve.protocol.link import (
     Drain,
@@ -67,6 +67,7 @@ from workers.rank_group import RankGroup, RankOutput
 from workers.rank_start import RankMessage
 from workers.rank_step import StepThreads
 from workers.samples import SampleBuffer
+from workers.step_samples import step_samples
 from workers.transport_commands import SamplesObserved, TransportFailed
 from workers.transport_thread import TransportThread
 
@@ -123,6 +124,11 @@ class ControlLoop:
         self._report_at = clock.now()
         self._was_idle = True
         self._running: Batch | None = None
+        self._ended_at = 0.0
+        """Of the last step, at this rank."""
+        self._begun_after: float | None = None
+        """As step_samples says, of the running step."""
+        self._is_step_ending = False
         self._give_up_at: float | None = None
         self._heard_at = dict.fromkeys((follower.rank for follower in parts.followers), clock.now())
         self._exit_code: int | None = None
@@ -197,10 +203,12 @@ class ControlLoop:
             case EngineFailed(detail):
                 self._die(f"the engine failed: {detail}")
             case StepDone(result):
-                batch = self._running
+                batch, begun_after = self._running, self._begun_after
+                assert batch is not None
+                self._ended_at = result.ended_at
                 self._step.end(result.step_id)
                 self._on_output(0, message)
-                self._observe_step(result, batch)
+                self._samples.add(step_samples(result, batch, begun_after))
             case StepFailed(step_id, _):
                 self._step.end(step_id)
                 self._on_output(0, message)
@@ -208,8 +216,10 @@ class ControlLoop:
                 self._on_output(0, message)
 
     def _on_output(self, rank: int, output: RankOutput) -> None:
+        self._is_step_ending = isinstance(output, StepDone)
         for event in self._group.events(rank, output):
             self._handle(event)
+        self._is_step_ending = False
         if strays := self._group.take_strays():
             _log.warning("dropped %d records that came from ranks which have no say in them", strays)
             self._samples.add((Sample("pd_serve_malformed_notices_total", float(strays)),))
@@ -302,6 +312,7 @@ class ControlLoop:
             follower.flush()
         self._step.begin(step.batch, self._group.pushes(0, step.pushes), self._group.completions(step.completions))
         self._running = step.batch
+        self._begun_after = self._ended_at if self._is_step_ending else None
 
     def _report_if_due(self) -> None:
         """At every interval, and at once when a worker becomes idle: whoever drains it waits for that.
@@ -319,14 +330,6 @@ class ControlLoop:
         self._report_at = now + (self._report_interval_s if is_idle else min(self._report_interval_s, _BUSY_REPORT_S))
         machine = self._machine
         self._front.send(Report(machine.load(), machine.peer_states(), machine.leases_by_state(), self._samples.take(), is_idle))
-
-    def _observe_step(self, result: StepResult, batch: Batch | None) -> None:
-        assert batch is not None
-        self._samples.add((Sample("pd_serve_step_seconds", result.ended_at - result.started_at),))
-        for phase in Phase:
-            num_tokens = sum(len(entry.token_ids) for entry in batch.entries if entry.phase is phase)
-            if num_tokens:
-                self._samples.add((Sample("pd_serve_computed_tokens_total", float(num_tokens), phase.value),))
 
     def _die(self, message: str) -> None:
         _log.error("%s", message)

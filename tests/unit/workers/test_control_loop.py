@@ -146,6 +146,21 @@ def test_many_attempts_at_once_keep_their_tokens_apart(pair: tuple[Rank, Rank]) 
         assert [t.token_id for t in tokens_of(decode.driver, AttemptId(attempt))] == expected_tokens(prompt, 6)
 
 
+def test_time_between_steps_that_follow_each_other_is_compute(pair: tuple[Rank, Rank]) -> None:
+    prefill, decode = pair
+    run_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
+    for rank, label, num_steps in ((prefill, "prefill", 3), (decode, "decode", 5)):
+        steps: list[float] = []
+        compute_s = 0.0
+        while len(steps) < num_steps:
+            samples = rank.driver.wait_rank(Report).samples
+            steps += [sample.value for sample in samples if sample.metric == "pd_serve_step_seconds"]
+            compute_s += sum(
+                sample.value for sample in samples if (sample.metric, sample.label) == ("pd_serve_compute_seconds_total", label)
+            )
+        assert compute_s > sum(steps), "chunks, and tokens, that begin with the end of those before them"
+
+
 def test_report_carries_samples_and_traces_are_kept(pair: tuple[Rank, Rank]) -> None:
     prefill, decode = pair
     run_pair(prefill.driver, decode.driver, 1, PROMPT, GREEDY)
