@@ -85,7 +85,7 @@ class Scheduler:
         self._settings = settings
         self._pool = pool
         self._awaited_blocks = awaited_blocks
-        self._prompts = PromptQueue(pool.block_size)
+        self._prompts: PromptQueue[Sequence] = PromptQueue(pool.block_size)
         self._decoding: dict[AttemptId, Sequence] = {}
         self._received: dict[AttemptId, Sequence] = {}
         """Decoding; what came of them from elsewhere is not published yet: hashing it would delay their first step."""

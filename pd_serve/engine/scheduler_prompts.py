@@ -1,4 +1,5 @@
-"""Prompts that wait for compute, and how a step's room is shared out among them. Pure; used by the scheduler only.
+"""Prompts that wait for compute, and how a step's room is shared out among them. Pure; used by the scheduler and, in
+simulation, by the planner.
 
     in order of arrival   |---- oldest ----|---- next ----| ...              unless a prompt that could end would have to wait for others:
     short ones pass       |- share of the oldest -|- all that end -|         least left first; nothing else makes this step longer
@@ -18,8 +19,8 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from typing import Generic, Protocol, TypeVar
 
-from pd_serve.engine.sequence import Sequence
 from pd_serve.ids import AttemptId
 
 OLDEST_SHARE = 4
@@ -28,14 +29,31 @@ _FEW = 16
 """Entries of the heap that stand for nothing any more and are not worth clearing away."""
 
 
-class PromptQueue:
+class Prompt(Protocol):
+    """What a Sequence is to this queue."""
+
+    attempt_id: AttemptId
+    order: int
+    """Arrival: larger is younger."""
+    num_computed_tokens: int
+    num_cached_tokens: int
+    """Of these, how many were not computed for it."""
+
+    @property
+    def num_uncomputed_tokens(self) -> int: ...
+
+
+P = TypeVar("P", bound=Prompt)
+
+
+class PromptQueue(Generic[P]):
     """By arrival, and by how little is left of each. Taken over many, an operation costs no more than a logarithm of the length."""
 
     def __init__(self, least_share: int = 1) -> None:
         """`least_share`: tokens; a block of KV: of a prompt that is given up, what is less was computed in vain."""
         self._least_share = least_share
-        self._by_arrival: OrderedDict[AttemptId, Sequence] = OrderedDict()
-        self._by_work: list[tuple[int, int, Sequence]] = []
+        self._by_arrival: OrderedDict[AttemptId, P] = OrderedDict()
+        self._by_work: list[tuple[int, int, P]] = []
         """(tokens left, order, sequence); one that is not so any more is passed over."""
         self.num_tokens = 0
         """Tokens left of all."""
@@ -45,24 +63,24 @@ class PromptQueue:
     def __len__(self) -> int:
         return len(self._by_arrival)
 
-    def __iter__(self) -> Iterator[Sequence]:
+    def __iter__(self) -> Iterator[P]:
         """By arrival."""
         return iter(self._by_arrival.values())
 
     def __contains__(self, attempt_id: AttemptId) -> bool:
         return attempt_id in self._by_arrival
 
-    def get(self, attempt_id: AttemptId) -> Sequence | None:
+    def get(self, attempt_id: AttemptId) -> P | None:
         return self._by_arrival.get(attempt_id)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: P) -> None:
         """Behind all others. Precondition: younger than they are, and something is left of it."""
         self._by_arrival[sequence.attempt_id] = sequence
         self.num_tokens += sequence.num_uncomputed_tokens
         self.num_begun += _has_begun(sequence)
         self._push(sequence)
 
-    def pop(self, attempt_id: AttemptId) -> Sequence | None:
+    def pop(self, attempt_id: AttemptId) -> P | None:
         sequence = self._by_arrival.pop(attempt_id, None)
         if sequence is not None:
             self.num_tokens -= sequence.num_uncomputed_tokens
@@ -72,7 +90,7 @@ class PromptQueue:
                 heapq.heapify(self._by_work)
         return sequence
 
-    def advance(self, sequence: Sequence, num_tokens: int) -> None:
+    def advance(self, sequence: P, num_tokens: int) -> None:
         """So many tokens more of a prompt that is in here have been computed."""
         self.num_begun -= _has_begun(sequence)
         sequence.num_computed_tokens += num_tokens
@@ -81,7 +99,7 @@ class PromptQueue:
         if sequence.num_uncomputed_tokens:
             self._push(sequence)
 
-    def share_out(self, room: int, max_prompts: int, chunk_of: Callable[[Sequence], int]) -> list[tuple[Sequence, int]]:
+    def share_out(self, room: int, max_prompts: int, chunk_of: Callable[[P], int]) -> list[tuple[P, int]]:
         """(prompt, tokens) of a step with room for so many tokens of so many prompts; the oldest first.
 
         `chunk_of`: most tokens of a prompt that one step may compute; at least one.
@@ -97,8 +115,8 @@ class PromptQueue:
             return in_order
         return [(oldest, share), *short]
 
-    def _in_order(self, room: int, max_prompts: int, chunk_of: Callable[[Sequence], int]) -> list[tuple[Sequence, int]]:
-        chosen: list[tuple[Sequence, int]] = []
+    def _in_order(self, room: int, max_prompts: int, chunk_of: Callable[[P], int]) -> list[tuple[P, int]]:
+        chosen: list[tuple[P, int]] = []
         for sequence in self:
             if room <= 0 or len(chosen) == max_prompts:
                 break
@@ -107,10 +125,10 @@ class PromptQueue:
             room -= count
         return chosen
 
-    def _that_end(self, room: int, max_prompts: int, chunk_of: Callable[[Sequence], int], oldest: Sequence) -> list[tuple[Sequence, int]]:
+    def _that_end(self, room: int, max_prompts: int, chunk_of: Callable[[P], int], oldest: P) -> list[tuple[P, int]]:
         """Prompts other than the oldest of which nothing is left after the step; least left first."""
-        chosen: list[tuple[Sequence, int]] = []
-        looked_at: list[tuple[int, int, Sequence]] = []
+        chosen: list[tuple[P, int]] = []
+        looked_at: list[tuple[int, int, P]] = []
         while len(chosen) < max_prompts and (entry := self._pop_least()) is not None:
             looked_at.append(entry)
             num_left, _, sequence = entry
@@ -123,20 +141,20 @@ class PromptQueue:
             heapq.heappush(self._by_work, entry)
         return chosen
 
-    def _push(self, sequence: Sequence) -> None:
+    def _push(self, sequence: P) -> None:
         heapq.heappush(self._by_work, (sequence.num_uncomputed_tokens, sequence.order, sequence))
 
-    def _pop_least(self) -> tuple[int, int, Sequence] | None:
+    def _pop_least(self) -> tuple[int, int, P] | None:
         while self._by_work:
             entry = heapq.heappop(self._by_work)
             if self._is_current(entry):
                 return entry
         return None
 
-    def _is_current(self, entry: tuple[int, int, Sequence]) -> bool:
+    def _is_current(self, entry: tuple[int, int, P]) -> bool:
         num_left, _, sequence = entry
         return self._by_arrival.get(sequence.attempt_id) is sequence and sequence.num_uncomputed_tokens == num_left
 
 
-def _has_begun(sequence: Sequence) -> bool:
+def _has_begun(sequence: Prompt) -> bool:
     return sequence.num_computed_tokens > sequence.num_cached_tokens
