@@ -128,7 +128,7 @@ class LoadBook:
         self._reported: dict[PeerId, float] = {}
         """When each reported, the longest ago first, without those of which fell_silent() has told."""
         self.changed: set[PeerId] = set()
-        """Workers that may look otherwise than at the last look: for the roster, which empties it."""
+        """Workers that may look otherwise than at the last look: the roster's, which empties it."""
 
     def charge(self, key: int, prefill: PeerId | None, decode: PeerId, num_tokens: int, num_to_compute: int | None = None) -> None:
         """A request was assigned. A prompt computed by the decode worker counts as prefill there. `num_to_compute`: what the worker that
@@ -241,23 +241,23 @@ class LoadBook:
         layout = info.layout
         if not known.kv_bytes_per_token:
             known.kv_bytes_per_token = layout.bytes_per_token * info.num_ranks
-        return WorkerView(
-            peer=worker.peer,
-            role=load.role,
-            max_model_len=worker.welcome.max_model_len,
-            num_pool_tokens=worker.num_pool_tokens,
-            num_free_tokens=_free_tokens(known, load, layout.block_size),
-            prefill_backlog_tokens=_backlog_tokens(known, load),
-            decode_tokens=_decode_tokens(known, load),
-            num_sequences=_num_sequences(known, load),
-            joined=worker.joined,
-            is_joining=is_joining,
-            short_backlog_tokens=known.prefill.num_short_tokens,
-            prefill_tokens_per_s=prefill_tokens_per_s,
-            kv_bytes_per_token=known.kv_bytes_per_token,
-            num_layers=layout.num_layers,
-            bandwidths=known.bandwidths,
-            is_stale=is_stale,
+        return WorkerView(  # by position, which takes a fifth of the time
+            worker.peer,
+            load.role,
+            worker.welcome.max_model_len,
+            worker.num_pool_tokens,
+            _free_tokens(known, load, layout.block_size),
+            _backlog_tokens(known, load),
+            _decode_tokens(known, load),
+            _num_sequences(known, load),
+            worker.joined,
+            is_joining,
+            known.prefill.num_short_tokens,
+            prefill_tokens_per_s,
+            known.kv_bytes_per_token,
+            layout.num_layers,
+            known.bandwidths,
+            is_stale,
         )
 
     def is_empty(self) -> bool:

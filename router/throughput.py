@@ -52,7 +52,7 @@ class Throughput:
         self.handover_s = PRIOR_HANDOVER_S
         """From a prompt's end at prefill to decode's first token."""
         self.changed: set[PeerId] = set()
-        """Workers that were measured anew since the last look: for the roster, which empties it."""
+        """Workers that were measured anew since the last look: the roster's, which empties it."""
 
     def began(self, peer: PeerId, key: int, now: float) -> None:
         """The worker has been given a prompt."""

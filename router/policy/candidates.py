@@ -25,12 +25,21 @@ class Candidates:
         self._demand = demand
         self._settings = settings
         self._is_idle = is_idle
-        self.decodes = [worker for worker in workers if _can_hold(demand, worker, settings)]
+        prefill, num_tokens, most_sequences = Role.PREFILL, demand.num_tokens, settings.max_sequences
+        num_all = num_tokens + demand.max_new_tokens
+        self.decodes = [
+            worker
+            for worker in workers
+            if worker.role is not prefill
+            and num_all <= worker.max_model_len
+            and num_tokens < worker.num_free_tokens
+            and worker.num_sequences < most_sequences
+        ]
         self.beside: WorkerView | None = None
         """Has the prompt, and room."""
         if demand.beside is not None:
             self.beside = next((worker for worker in self.decodes if worker.peer == demand.beside), None)
-        self.prefills = [worker for worker in workers if worker.role is Role.PREFILL and _can_compute(demand, worker)]
+        self.prefills = [worker for worker in workers if worker.role is prefill and _can_compute(demand, worker)]
         self.starting = [worker for worker in self.prefills if self.can_start(worker)]
         self._usual_partner: WorkerView | None = self.prefills[0] if self.prefills else None
 
@@ -105,15 +114,6 @@ def shortest_model_len(workers: Sequence[WorkerView], above: int) -> int:
     lengths = workers.columns.max_model_len[workers.is_prefill | workers.can_decode]
     lengths = lengths[lengths > above]
     return int(lengths.min()) if lengths.size else 0
-
-
-def _can_hold(demand: Demand, worker: WorkerView, settings: RoutingSettings) -> bool:
-    return (
-        worker.role is not Role.PREFILL
-        and demand.num_tokens + demand.max_new_tokens <= worker.max_model_len
-        and demand.num_tokens < worker.num_free_tokens
-        and worker.num_sequences < settings.max_sequences
-    )
 
 
 def _can_compute(demand: Demand, worker: WorkerView) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 
 from pd_serve.ids import PeerId
 from router.policy.base import Demand, Route, RoutingSettings
-from router.policy.columns import ColumnPolicy, Look, Mask, Rows, ScoreColumns, WorkerTable, first_least
+from router.policy.columns import ColumnPolicy, Look, Mask, Rows, ScoreColumns, WorkerTable, first_least, rows_of
 from router.policy.conditional import LocalOrRemote
 
 
@@ -73,7 +73,7 @@ class ColumnCandidates:
         """Those that have joined a prefill worker; right for decodes only."""
         pairs = self._look.table.columns.pairs
         found: Mask = pairs[usual]
-        others = np.flatnonzero(self.decodes & ~found)
+        others = rows_of(self.decodes & ~found)
         if others.size:
             found = found.copy()
             found[others] = (pairs[others] & self.prefills).any(axis=1)
@@ -122,7 +122,7 @@ class _Decision:
         return self._instead_of_waiting(remote) if route is None else route
 
     def _best(self, decodes: Mask, starting: Mask, remote: Mask, local: Mask) -> Route | None:
-        decode_rows, starting_rows, local_rows = (np.flatnonzero(mask) for mask in (decodes, starting, local))
+        decode_rows, starting_rows, local_rows = (rows_of(mask) for mask in (decodes, starting, local))
         if not decode_rows.size or not (starting_rows.size or local_rows.size):
             return None
         look, chooser = self._look, self._chooser
@@ -161,14 +161,14 @@ class _Decision:
         best = first_least(scores)
         joined: Mask = remote & pairs[starting[best]]
         if not joined.any():
-            has_partner: Mask = np.logical_or.reduce(pairs[np.flatnonzero(remote)])
-            with_partner = np.flatnonzero(has_partner[starting])
+            has_partner: Mask = np.logical_or.reduce(pairs[rows_of(remote)])
+            with_partner = rows_of(has_partner[starting])
             if not with_partner.size:
                 return None
             best = int(with_partner[first_least(tuple([column[with_partner] for column in scores]))])
             joined = remote & pairs[starting[best]]
         equals: Mask | None = None
-        others = np.flatnonzero(remote & ~joined)
+        others = rows_of(remote & ~joined)
         if others.size:
             is_equal = np.ones(len(starting), np.bool_)
             for column in scores:
@@ -177,7 +177,7 @@ class _Decision:
             equals[starting[is_equal]] = True
             joined = joined.copy()
             joined[others] = (pairs[others] & equals).any(axis=1)
-        places = np.flatnonzero(joined[decodes])
+        places = rows_of(joined[decodes])
         place = int(places[first_least(tuple([column[places] for column in decode_scores]))])
         decode, prefill = int(decodes[place]), int(starting[best])
         if equals is not None and not pairs[prefill, decode]:
@@ -193,11 +193,11 @@ class _Decision:
 
     def _instead_of_waiting(self, remote: Mask) -> Route | None:
         look, conditional = self._look, self._chooser.conditional
-        decodes = np.flatnonzero(remote & self._can_start) if conditional is not None else np.zeros(0, np.intp)
+        decodes = rows_of(remote & self._can_start) if conditional is not None else np.zeros(0, np.intp)
         if conditional is None or not decodes.size:
             return None
         decode = int(decodes[first_least(self._chooser.decode.score_columns(look, decodes, None))])
-        partners = np.flatnonzero(self._candidates.prefills & self._columns.pairs[decode])
+        partners = rows_of(self._candidates.prefills & self._columns.pairs[decode])
         if not partners.size:
             return None
         prefill = int(partners[look.remote_ttft_s(partners, decode).argmin()])

@@ -8,7 +8,6 @@ policies' scorers say of single views is said of columns here and in column_choo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
 from typing import Any, Protocol, overload, runtime_checkable
 
 import msgspec
@@ -65,7 +64,7 @@ class Columns:
         self._knows = _taken_twice(self._knows, source)
         if self._lanes is not None:
             self._lanes = _taken_twice(self._lanes, source)
-        for row in np.flatnonzero(source < 0):
+        for row in rows_of(source < 0):
             peer = peers[row]
             self._knows[:, row] = [peer in joined for joined in self._joined]
             if self._lanes is not None:
@@ -149,6 +148,7 @@ class WorkerTable(Sequence[WorkerView]):
             shown[hidden] = False
             self.is_prefill, self.can_decode = self.is_prefill & shown, self.can_decode & shown
         self.backlog, self.decode_tokens, self.num_sequences = columns.backlog, columns.decode_tokens, columns.num_sequences
+        self._decode_load: Ints | None = None
         self._stale = columns.is_stale
         if self._stale.any():
             self.backlog, self.decode_tokens, self.num_sequences = (
@@ -158,10 +158,11 @@ class WorkerTable(Sequence[WorkerView]):
     def without(self, peers: Iterable[PeerId]) -> WorkerTable:
         return WorkerTable(self.columns, peers)
 
-    @cached_property
+    @property
     def decode_load(self) -> Ints:
-        load: Ints = self.decode_tokens + SEQUENCE_TOKENS * self.num_sequences
-        return load
+        if self._decode_load is None:
+            self._decode_load = self.decode_tokens + SEQUENCE_TOKENS * self.num_sequences
+        return self._decode_load
 
     def load(self, leg: Leg) -> Ints:
         return self.backlog if leg is Leg.PREFILL else self.decode_load
@@ -186,9 +187,9 @@ class WorkerTable(Sequence[WorkerView]):
             num_sequences=int(self.num_sequences[row]),
         )
 
-    @cached_property
+    @property
     def _rows(self) -> list[int]:
-        rows: list[int] = np.flatnonzero(self.is_prefill | self.can_decode).tolist()
+        rows: list[int] = rows_of(self.is_prefill | self.can_decode).tolist()
         return rows
 
     def __len__(self) -> int:
@@ -217,10 +218,24 @@ class Look:
     def __init__(self, table: WorkerTable, demand: Demand) -> None:
         self.table = table
         self.demand = demand
+        self._cached: Ints | None = None
+        self._num_uncached: Ints | None = None
 
-    @cached_property
+    @property
     def cached(self) -> Ints:
         """Tokens that each row has in its prefix cache."""
+        if self._cached is None:
+            self._cached = self._new_cached()
+        return self._cached
+
+    @property
+    def num_uncached(self) -> Ints:
+        """As Demand.num_uncached."""
+        if self._num_uncached is None:
+            self._num_uncached = np.maximum(1, self.demand.num_tokens - self.cached)
+        return self._num_uncached
+
+    def _new_cached(self) -> Ints:
         cached, columns = self.demand.cached, self.table.columns
         if isinstance(cached, CachedTokens):
             return cached.column(columns.peers)
@@ -229,11 +244,6 @@ class Look:
             if peer in columns.rows:
                 tokens[columns.rows[peer]] = num_tokens
         return tokens
-
-    @cached_property
-    def num_uncached(self) -> Ints:
-        """As Demand.num_uncached."""
-        return np.maximum(1, self.demand.num_tokens - self.cached)
 
     def local_ttft_s(self, rows: Rows) -> Floats:
         """As prediction.local_ttft_s."""
@@ -267,12 +277,16 @@ class ColumnPolicy(LegPolicy, Protocol):
         ...
 
 
+def rows_of(mask: Mask) -> Rows:
+    return mask.nonzero()[0]
+
+
 def first_least(scores: ScoreColumns) -> int:
     """The place of the first of those with the least score. Precondition: there are any."""
     first = scores[0]
     if len(scores) == 1:
         return int(first.argmin())
-    places = np.flatnonzero(first == first.min())
+    places = rows_of(first == first.min())
     for column in scores[1:]:
         if len(places) == 1:
             break
