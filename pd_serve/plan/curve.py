@@ -13,8 +13,8 @@ import msgspec
 
 from pd_serve.bench.statistics import rate_at_attainment
 from pd_serve.plan.candidates import Candidate
+from pd_serve.plan.outcome import ATTAINMENTS
 
-ATTAINMENTS = (0.9, 0.99)
 STEP = 1.05
 """Ratio of two neighbouring rates: goodput is found to 5 %."""
 _FIRST_STRIDE = 8

@@ -8,8 +8,9 @@ from pathlib import Path
 from pd_serve.bench.statistics import Slo
 from pd_serve.plan import plots
 from pd_serve.plan.candidates import Candidate
-from pd_serve.plan.curve import ATTAINMENTS, Curve, Trial
+from pd_serve.plan.curve import Curve, Trial
 from pd_serve.plan.errors import PlanError
+from pd_serve.plan.outcome import ATTAINMENTS
 from pd_serve.protocol.link import Role
 
 MOST_LINES = 8

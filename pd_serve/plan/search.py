@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import msgspec
 
 from pd_serve.plan.candidates import CHUNK_BUDGETS, Candidate, LoadShape, colocated, families, most_requests_per_s
-from pd_serve.plan.curve import ATTAINMENTS, STEP, Curve
+from pd_serve.plan.curve import STEP, Curve
 from pd_serve.plan.errors import PlanError
+from pd_serve.plan.outcome import ATTAINMENTS
 from pd_serve.plan.worker_model import WorkerModel
 
 WAVE = 4
@@ -101,7 +102,7 @@ def search_budgets(
                 break
             look((top - 1, top + 1))
     passed = tuple(
-        Passed(colocated(count, model, budget), "beyond a budget that was worse than its neighbour")
+        Passed(colocated(count, model, budget), "lies beyond a budget that was worse than its neighbour")
         for place, budget in enumerate(places)
         if place not in curves
     )

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import msgspec
 
 from pd_serve.plan.candidates import CHUNK_BUDGETS, Candidate, LoadShape, Pool, colocated, most_requests_per_s, splits
-from pd_serve.plan.curve import ATTAINMENTS, Curve, Trial
+from pd_serve.plan.curve import Curve, Trial
 from pd_serve.plan.errors import PlanError
+from pd_serve.plan.outcome import ATTAINMENTS
 from pd_serve.plan.search import START, CurveTask, Found, Passed, RunCurves, search_budgets, search_splits
 from pd_serve.plan.worker_model import WorkerModel
 
@@ -109,22 +110,27 @@ def verdict(arms: Sequence[Arm]) -> tuple[str, ...]:
 
 def _advice(apart: Arm, pool: Arm) -> str:
     if apart.goodput and pool.goodput:
-        ratios = [(_ratio(apart.per_gpu(share), pool.per_gpu(share))) for share in ATTAINMENTS]
+        found = {f"{share:.0%} attainment": _word(apart.per_gpu(share), pool.per_gpu(share)) for share in ATTAINMENTS}
     else:
-        ratios = [_ratio(apart.at_load.attainment, pool.at_load.attainment)]
-    if all(ratio > _CLEAR for ratio in ratios):
-        return "part prefill from decode: it serves more within the limits"
-    if all(ratio < 1 / _CLEAR for ratio in ratios):
-        return "use one pool with chunked prefill: it serves more within the limits, with less to run"
-    if any(ratio > _CLEAR for ratio in ratios) and any(ratio < 1 / _CLEAR for ratio in ratios):
-        return "it depends on how many requests have to keep the limits"
-    if any(ratio > _CLEAR for ratio in ratios):
-        return "part prefill from decode where nearly all requests have to keep the limits; else there is no difference worth it"
-    return "use one pool with chunked prefill: parting them gains nothing that bisection could tell"
+        found = {"this load": _word(apart.at_load.attainment, pool.at_load.attainment)}
+    told = ", ".join(f"{word} at {where}" for where, word in found.items())
+    words = set(found.values())
+    if words == {"as much"}:
+        return "use one pool with chunked prefill: parting gains nothing within the limits that a search could tell, and is more to run"
+    if "less" not in words:
+        return f"part prefill from decode: within the limits it serves {told}"
+    if "more" not in words:
+        return f"use one pool with chunked prefill: prefill apart serves within the limits {told}"
+    return f"it depends on how many requests have to keep the limits: prefill apart serves {told}"
 
 
 _CLEAR = 1.08
 """Ratio of two goodputs that is more than what bisection leaves open."""
+
+
+def _word(ours: float, theirs: float) -> str:
+    ratio = _ratio(ours, theirs)
+    return "more" if ratio > _CLEAR else "less" if ratio < 1 / _CLEAR else "as much"
 
 
 def _compared(apart: Arm, pool: Arm, attainment: float) -> str:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from pd_serve.plan.candidates import Candidate, LoadShape, colocated, disaggregated, splits
-from pd_serve.plan.curve import ATTAINMENTS, STEP, Curve, Trial, goodput_curve, grid_place, grid_rate
+from pd_serve.plan.curve import STEP, Curve, Trial, goodput_curve, grid_place, grid_rate
 from pd_serve.plan.errors import PlanError
+from pd_serve.plan.outcome import ATTAINMENTS
 from pd_serve.plan.search import Found, search_budgets, search_splits
 from pd_serve.plan.worker_model import WorkerModel
 from pd_serve.protocol.link import Role
