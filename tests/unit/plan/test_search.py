@@ -142,25 +142,22 @@ def test_too_few_gpus_are_an_error() -> None:
 
 
 @pytest.mark.parametrize("top", [128, 512, 1024, 8192])
-def test_the_best_chunk_budget_is_climbed_to(top: int) -> None:
+def test_the_best_chunk_budget_is_found(top: int) -> None:
     class Hill(Arithmetic):
         def capacity(self, candidate: Candidate) -> float:
             return 8.0 / (1 + abs(candidate.chunk_budget.bit_length() - top.bit_length()))
 
     load = LoadShape(1000, 1000, 100)
-    hill = Hill(load)
-    result = search_budgets(2, worker(1000, 1000), load, 0.0, hill.run)
+    result = search_budgets(2, worker(1000, 1000), load, 0.0, Hill(load).run)
     assert best(result).candidate.name == f"2C {top}"
-    assert len(result.curves) + len(result.passed) == 7
-    assert len(hill.tried) == len(set(hill.tried))
 
 
-def test_a_slope_that_is_flat_at_one_attainment_is_climbed_at_the_other() -> None:
-    class Hill(Arithmetic):
-        def evaluate(self, candidate: Candidate, rate: float) -> Trial:
-            keeps_strictly = rate <= candidate.chunk_budget / 128
-            return Trial(rate, 1.0 if keeps_strictly else 0.95 if rate <= 100 else 0.0)
+def test_the_higher_of_two_hills_is_found() -> None:
+    """Small steps keep the limit of gaps; large ones exceed it seldom."""
+
+    class Hills(Arithmetic):
+        def capacity(self, candidate: Candidate) -> float:
+            return {128: 3.0, 256: 9.0, 512: 1.0}.get(candidate.chunk_budget, candidate.chunk_budget / 1024)
 
     load = LoadShape(1000, 1000, 100)
-    result = search_budgets(1, worker(1000, 1000), load, 0.0, Hill(load).run)
-    assert best(result, 0.99).candidate.chunk_budget == 8192
+    assert best(search_budgets(1, worker(1000, 1000), load, 0.0, Hills(load).run)).candidate.name == "1C 256"
