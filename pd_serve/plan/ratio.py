@@ -16,6 +16,8 @@ import msgspec
 
 from pd_serve.plan.errors import PlanError
 
+HEADROOM = 0.8
+"""Shown beside a plan without head-room: a fifth of every instance's time kept for bursts."""
 _ROUNDING = 1e-9
 """3.0000000000000004 instances are three."""
 
@@ -45,6 +47,8 @@ class Supply(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Need(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Instances for one rate. The `exact` ones are fractions; the others are rounded up."""
 
+    name: str
+    """Of the rate."""
     requests_per_s: float
     utilisation: float
     exact_prefill: float
@@ -91,7 +95,13 @@ def ratio(demand: Demand, supply: Supply) -> float:
     return (demand.computed_tokens / demand.output_tokens) * (supply.decode_tokens_per_s / supply.prefill_tokens_per_s)
 
 
-def need(requests_per_s: float, demand: Demand, supply: Supply, utilisation: float = 1.0) -> Need:
+def needs(rates: Mapping[str, float], demand: Demand, supply: Supply, utilisation: float = 1.0) -> tuple[Need, ...]:
+    """Of each rate, by its name: at `utilisation`, and at HEADROOM beside it where that is less. Raises PlanError."""
+    shares = (utilisation, HEADROOM) if utilisation > HEADROOM else (utilisation,)
+    return tuple(need(rate, demand, supply, share, name) for name, rate in rates.items() for share in shares)
+
+
+def need(requests_per_s: float, demand: Demand, supply: Supply, utilisation: float = 1.0, name: str = "") -> Need:
     """Raises PlanError for a rate or a utilisation that cannot be."""
     check(demand, supply)
     if not 0 < requests_per_s < math.inf:
@@ -102,6 +112,7 @@ def need(requests_per_s: float, demand: Demand, supply: Supply, utilisation: flo
     exact_decode = requests_per_s / _rate(1, demand.output_tokens, supply.decode_tokens_per_s) / utilisation
     num_prefill, num_decode = _up(exact_prefill), _up(exact_decode)
     return Need(
+        name=name,
         requests_per_s=requests_per_s,
         utilisation=utilisation,
         exact_prefill=exact_prefill,

@@ -79,7 +79,10 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, 
         ("cost demo --tflops 4 --prompts a,b", "--prompts a,b"),
         ("cost demo --tflops 4 --decode-tp 2", "cannot be shared out to 2 ranks"),
         ("cost demo --tflops 4 --plot /nowhere/x.png", "cannot write /nowhere/x.png"),
-        ("ratio --input 100 --output 0 --prefill-tokens-per-s 10 --decode-tokens-per-s 10", "output tokens: 0"),
+        ("ratio --input 100 --output 0 --prefill-tokens-per-s 10 --decode-tokens-per-s 10", "give --input and --output"),
+        ("ratio --input 100 --output 10 --decode-tokens-per-s 10", "give --prefill-tokens-per-s, or --measure URL"),
+        ("ratio --measure http://127.0.0.1:1", "cannot reach http://127.0.0.1:1"),
+        ("ratio --trace /nowhere.csv --prefill-tokens-per-s 10", "cannot read /nowhere.csv"),
     ],
 )
 def test_errors_are_one_line_and_exit_code_1(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -99,6 +102,7 @@ def test_ratio_tells_counts_with_and_without_head_room(capsys: pytest.CaptureFix
     report = json.loads(out)
     assert report["ratio"] == 1
     assert [each["utilisation"] for each in report["needs"]] == [1.0, 0.8]
+    assert [(each["num_prefill"], each["num_decode"]) for each in report["needs"]] == [(3, 3), (4, 4)]
 
 
 def test_the_picture_needs_no_length_beyond_the_models(capsys: pytest.CaptureFixture[str]) -> None:
