@@ -39,8 +39,9 @@ from pd_serve.protocol.control import (
 from pd_serve.protocol.link import Role
 from pd_serve.protocol.worker_traces import Leg, Told, Transfer, boot_of
 
-DEFAULT_LENGTHS = (32, 128, 384, 768, 1536)
-DEFAULT_CACHED = ((64, 512), (256, 512), (256, 1024))
+DEFAULT_LENGTHS = (33, 64, 100, 180, 257, 300, 384, 430, 500, 512, 900, 1400)
+"""Even and odd ones: kernels may round up."""
+DEFAULT_CACHED = ((90, 512), (300, 1024))
 """(computed, cached) tokens."""
 DEFAULT_STAIRS = (16, 12, 8, 6, 4, 3, 2, 1)
 DEFAULT_CONTEXTS = (640, 256, 64)
@@ -319,7 +320,9 @@ def _refuse_busy(load: MachineLoad, settings: FitSettings) -> None:
 
 
 def _figures(fit: Fit) -> dict[str, float]:
-    figures = {f"prefill_{name}_s": value for name, value in zip("abc", fit.prompts.fitted.coefficients, strict=True)}
+    figures = {f"prefill_{name}_s": value for name, value in zip("abc", fit.prompts.fitted.coefficients, strict=False)}
+    if fit.prompts.call_sizes:
+        figures |= {"prefill_call_s": fit.prompts.fitted.coefficients[3], "prefill_largest_call": float(fit.prompts.call_sizes[0])}
     figures |= {f"decode_{name}_s": value for name, value in zip("abc", fit.steps.fitted.coefficients, strict=True)}
     for name, times in (("prefill", fit.prompts), ("decode", fit.steps)):
         figures[f"{name}_r2"] = times.fitted.r2

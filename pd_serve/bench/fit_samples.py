@@ -1,6 +1,8 @@
 """What `bench fit` has measured, and the terms by which each of it is explained. Pure.
 
-A prompt's compute is that of its steps: a + b n + c n (n + 2 p) for a chunk of n tokens behind p. A decode step's time is a gap of a
+A prompt's compute is that of its steps: a + b n + c n (n + 2 p) for a chunk of n tokens behind p. Kernels that take rows in certain numbers
+only make that a staircase: then n is rounded up, and each of their calls costs something too (calls_of). Which of CALL_SIZES describes the
+prompts best is found out. A decode step's time is a gap of a
 stream: a + b context + c batch, where it is known from the streams' own tokens who took part and how long each was.
 """
 
@@ -15,6 +17,10 @@ import msgspec
 from pd_serve.bench.least_squares import Fitted, fit, quantiles
 from pd_serve.bench.records import RequestRecord
 
+CALL_SIZES: tuple[tuple[int, ...], ...] = ((), (64,), (128, 64), (256, 128, 64), (512, 256, 128, 64))
+"""Numbers of rows that a call may have. The last is pd-serve's on processors with AMX (pd_serve/engine/linear.py)."""
+_BETTER = 0.7
+"""Share of the plain cost's squared residuals below which a staircase is believed."""
 _LEAST_SHARE = 4
 """A case of fewer samples than the largest's by this is passed over: its median is of chance."""
 
@@ -56,6 +62,13 @@ class StepTimes(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Measured by fitted: quantiles."""
     cases: tuple[tuple[str, float, float], ...]
     """Name, measured (median), fitted."""
+    call_sizes: tuple[int, ...] = ()
+    """Of prompts: see calls_of. Where there are any, the fourth coefficient is of each call."""
+
+    @property
+    def error(self) -> float:
+        """Sum of the cases' squared relative residuals."""
+        return sum((fitted / measured - 1) ** 2 for _, measured, fitted in self.cases)
 
 
 def chunks_of(num_tokens: int, num_cached: int, budget: int) -> list[tuple[int, int]]:
@@ -63,15 +76,39 @@ def chunks_of(num_tokens: int, num_cached: int, budget: int) -> list[tuple[int, 
     return [(min(budget, num_tokens - done), num_cached + done) for done in range(0, num_tokens, budget)]
 
 
-def prompt_terms(sample: PromptSample, budget: int) -> tuple[float, float, float]:
+def calls_of(num_tokens: int, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """(calls, rows that they compute): as many of each size as fit, the largest first; what is left goes into one more of the last. Without
+    sizes one call of all."""
+    if not sizes:
+        return min(1, num_tokens), num_tokens
+    num_calls, left = 0, num_tokens
+    for size in sizes:
+        num_calls += left // size
+        left %= size
+    num_rows = num_tokens - left
+    return (num_calls + 1, num_rows + sizes[-1]) if left else (num_calls, num_rows)
+
+
+def prompt_terms(sample: PromptSample, budget: int, sizes: tuple[int, ...] = ()) -> tuple[float, ...]:
+    """Of a, b, c and, with sizes, of each call."""
     chunks = chunks_of(sample.num_tokens, sample.num_cached, budget)
-    return float(len(chunks)), float(sample.num_tokens), float(sum(count * (count + 2 * cached) for count, cached in chunks))
+    calls = [calls_of(count, sizes) for count, _ in chunks]
+    num_pairs = sum(count * (count + 2 * cached) for count, cached in chunks)
+    terms = float(len(chunks)), float(sum(rows for _, rows in calls)), float(num_pairs)
+    return (*terms, float(sum(count for count, _ in calls))) if sizes else terms
 
 
 def fit_prompts(samples: Sequence[PromptSample], budget: int) -> StepTimes:
     """Raises BenchError."""
     cases = [f"{sample.num_tokens} behind {sample.num_cached}" for sample in samples]
-    return _fit(cases, [prompt_terms(sample, budget) for sample in samples], [sample.compute_s for sample in samples])
+    values = [sample.compute_s for sample in samples]
+    plain, *staircases = (
+        msgspec.structs.replace(_fit(cases, [prompt_terms(sample, budget, sizes) for sample in samples], values), call_sizes=sizes)
+        for sizes in CALL_SIZES
+        if len(set(cases)) > 3 + bool(sizes)
+    )
+    best = min(staircases, key=lambda times: times.error, default=plain)
+    return best if best.error < _BETTER * plain.error else plain
 
 
 def fit_steps(samples: Sequence[StepSample]) -> StepTimes:
@@ -107,7 +144,8 @@ def _fit(cases: Sequence[str], terms: Sequence[Sequence[float]], values: Sequenc
     most = max(len(indexes) for indexes in by_case.values())
     by_case = {case: indexes for case, indexes in by_case.items() if len(indexes) >= most / _LEAST_SHARE}
     middle = {case: float(median(values[index] for index in indexes)) for case, indexes in by_case.items()}
-    typical = {case: [median(terms[index][place] for index in indexes) for place in range(3)] for case, indexes in by_case.items()}
+    num_terms = len(terms[0])
+    typical = {case: [median(terms[index][place] for index in indexes) for place in range(num_terms)] for case, indexes in by_case.items()}
     fitted = fit([typical[case] for case in by_case], [middle[case] for case in by_case])
     noise = [value / fitted.value(row) for row, value in zip(terms, values, strict=True)]
     told = tuple((case, middle[case], fitted.value(typical[case])) for case in by_case)

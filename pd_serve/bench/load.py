@@ -100,7 +100,7 @@ async def measure(settings: LoadSettings, bars: Bars) -> Measured:
         started_at = now_iso()
         with MachineWatch() as watch:
             for index, point in enumerate(settings.points):
-                plans = _plans(settings, index)
+                plans = plans_of(settings, index)
                 bar = bars.add(point.label or settings.kind, len(plans) * len(arms))
 
                 async def run(
@@ -117,7 +117,7 @@ async def measure(settings: LoadSettings, bars: Bars) -> Measured:
     return Measured(rounds, watch.load, config, started_at)
 
 
-def _plans(settings: LoadSettings, index: int) -> Sequence[RequestPlan]:
+def plans_of(settings: LoadSettings, index: int) -> Sequence[RequestPlan]:
     """Of one point of the sweep. Its prompts are drawn anew: those of the point before are in the servers' caches."""
     if settings.plans:
         return settings.plans[index % len(settings.plans)]

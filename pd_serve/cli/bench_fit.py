@@ -24,6 +24,7 @@ from pd_serve.cli.options import JsonOption, KeyOption
 from pd_serve.errors import ConfigError
 
 _FIT = "What is fitted"
+_LENGTHS = "33,64,100,180,257,300,384,430,500,512,900,1400"
 
 EPILOG = (
     "Examples:\n\n"
@@ -41,7 +42,9 @@ def fit(
     cores_per_role: CoresOption = 0,
     timeout: TimeoutOption = 600.0,
     api_key: KeyOption = "",
-    lengths: Annotated[str, typer.Option("--lengths", help="Prompts, tokens, one at a time", rich_help_panel=_FIT)] = "32,128,384,768,1536",
+    lengths: Annotated[
+        str, typer.Option("--lengths", help="Prompts, tokens, one at a time; odd ones too: kernels round up", rich_help_panel=_FIT)
+    ] = _LENGTHS,
     contexts: Annotated[
         str, typer.Option("--contexts", help="Prompts of streams that decode together", rich_help_panel=_FIT)
     ] = "640,256,64",

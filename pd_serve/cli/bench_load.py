@@ -91,14 +91,12 @@ def load(
     json: JsonOption = False,
 ) -> int:
     """Send requests at one or several loads: TTFT, ITL, TPOT, E2E, tokens/s, goodput. Several arms take turns."""
-    from dataclasses import replace
-
     from pd_serve.bench.arms import ClientSettings
-    from pd_serve.bench.load import LoadSettings, Point, run_load
+    from pd_serve.bench.load import LoadSettings, Point, plans_of, run_load
     from pd_serve.bench.progress import Bars
     from pd_serve.bench.results import result_path
     from pd_serve.bench.runner import run
-    from pd_serve.bench.workload import Arrivals, LengthRange, Workload, make_plans, read_length_pairs, read_plans, write_plans
+    from pd_serve.bench.workload import Arrivals, LengthRange, Workload, read_length_pairs, read_plans, write_plans
     from pd_serve.cli.bench_show import show
 
     points = [Point(rate=value) for value in numbers("--rate", rate)]
@@ -131,7 +129,7 @@ def load(
         name=name,
     )
     if save_plans is not None:
-        write_plans(save_plans, settings.plans[0] if settings.plans else make_plans(replace(workload, rate=points[0].rate)))
+        write_plans(save_plans, plans_of(settings, 0))
     path = result_path(out, "load", name)
     with Bars(json) as bars:
         result = run(run_load(settings, path, bars))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from pd_serve.cli import plan_cost, plan_ratio, plan_simulate
+from pd_serve.cli import plan_cost, plan_ratio, plan_simulate, plan_validate
 
 plan = typer.Typer(
     name="plan",
@@ -16,3 +16,4 @@ plan = typer.Typer(
 plan.command(epilog=plan_cost.EPILOG)(plan_cost.cost)
 plan.command(epilog=plan_ratio.EPILOG)(plan_ratio.ratio)
 plan.command(epilog=plan_simulate.EPILOG)(plan_simulate.simulate)
+plan.command(epilog=plan_validate.EPILOG)(plan_validate.validate)

@@ -17,6 +17,8 @@ def worker_models(fit: Fit) -> dict[str, WorkerModel]:
             num_gpus=facts.num_gpus,
             prefill=(prefill[0], prefill[1], prefill[2]),
             decode=(decode[0], decode[1], decode[2]),
+            prefill_calls=fit.prompts.call_sizes,
+            prefill_call_s=prefill[3] if fit.prompts.call_sizes else 0.0,
             num_kv_tokens=facts.num_kv_tokens,
             kv_bytes_per_token=facts.kv_bytes_per_token,
             num_layers=facts.num_layers,

@@ -14,10 +14,11 @@ from typing import Self
 
 import msgspec
 
+from pd_serve.bench.fit_samples import calls_of
 from pd_serve.plan.errors import PlanError
 
 _COUNTS = ("num_gpus", "num_kv_tokens", "kv_bytes_per_token", "num_layers", "max_batch_tokens", "max_running")
-_SECONDS = ("handover_s", "request_s", "step_gap_s")
+_SECONDS = ("handover_s", "request_s", "step_gap_s", "prefill_call_s")
 _QUANTILES = ("prefill_noise", "decode_noise")
 
 
@@ -33,6 +34,11 @@ class WorkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     seconds, so that the last terms of a prompt's chunks add up to c (sum n)^2."""
     decode: tuple[float, float, float]
     """a, b, c: one step of `batch` sequences with `context` tokens in all takes a + b context + c batch seconds."""
+    prefill_calls: tuple[int, ...] = ()
+    """Some kernels take rows in calls of these sizes only, descending: the tokens of a step go into as few of them as fit, what is left
+    over into one more of the smallest. Empty: any number at once."""
+    prefill_call_s: float = 0.0
+    """Each of them, beyond its tokens: it reads the weights."""
     num_kv_tokens: int
     """What the pool holds."""
     kv_bytes_per_token: int
@@ -61,6 +67,8 @@ class WorkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
         for field in _SECONDS:
             if not 0 <= getattr(self, field) < math.inf:
                 raise PlanError(f"worker model {self.name!r}: {field} is seconds from 0 up, not {getattr(self, field)}")
+        if list(self.prefill_calls) != sorted(self.prefill_calls, reverse=True) or min(self.prefill_calls, default=1) < 1:
+            raise PlanError(f"worker model {self.name!r}: prefill_calls are sizes of at least 1 in descending order")
         for field in _QUANTILES:
             quantiles = getattr(self, field)
             if quantiles and (list(quantiles) != sorted(quantiles) or not 0 < quantiles[0] <= quantiles[-1] < math.inf):
@@ -70,11 +78,7 @@ class WorkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     def prefill_s(self, chunks: Sequence[tuple[int, int]]) -> float:
         """One step of chunks (n tokens, behind p cached ones); 0.0 without any."""
-        if not chunks:
-            return 0.0
-        a, b, c = self.prefill
-        num_tokens, num_pairs = _sums(chunks)
-        return a + b * num_tokens + c * num_pairs
+        return self.prefill[0] + self._prompts_s(chunks) if chunks else 0.0
 
     def decode_s(self, batch: int, context: int) -> float:
         """One step, a token for each of `batch` sequences that have `context` tokens in all; 0.0 without any."""
@@ -96,11 +100,17 @@ class WorkerModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
             return self.decode_s(batch, context)
         if not batch:
             return self.prefill_s(chunks)
-        fixed, per_token, per_pair = self.prefill
-        other_fixed, per_context, per_sequence = self.decode
-        num_tokens, num_pairs = _sums(chunks)
-        prompts_s = per_token * num_tokens + per_pair * num_pairs
-        return max(fixed, other_fixed) + prompts_s + per_context * context + per_sequence * batch
+        fixed, per_context, per_sequence = self.decode
+        return max(self.prefill[0], fixed) + self._prompts_s(chunks) + per_context * context + per_sequence * batch
+
+    def _prompts_s(self, chunks: Sequence[tuple[int, int]]) -> float:
+        """Of a step, without its fixed part."""
+        num_tokens = num_pairs = 0
+        for count, cached in chunks:
+            num_tokens += count
+            num_pairs += count * (count + 2 * cached)
+        num_calls, num_rows = calls_of(num_tokens, self.prefill_calls)
+        return self.prefill_call_s * num_calls + self.prefill[1] * num_rows + self.prefill[2] * num_pairs
 
     # ---- files
 
@@ -145,12 +155,3 @@ def drawn(quantiles: Sequence[float], share: float) -> float:
     low = min(int(place), len(quantiles) - 1)
     high = min(low + 1, len(quantiles) - 1)
     return quantiles[low] + (place - low) * (quantiles[high] - quantiles[low])
-
-
-def _sums(chunks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Tokens, and pairs of tokens that attention sees (twice them, as n (n + 2 p) counts)."""
-    num_tokens = num_pairs = 0
-    for count, cached in chunks:
-        num_tokens += count
-        num_pairs += count * (count + 2 * cached)
-    return num_tokens, num_pairs

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from pd_serve.bench.errors import BenchError
-from pd_serve.bench.fit_samples import PromptSample, StepSample, chunks_of, fit_prompts, fit_steps, steps_of
+from pd_serve.bench.fit import DEFAULT_LENGTHS
+from pd_serve.bench.fit_samples import CALL_SIZES, PromptSample, StepSample, calls_of, chunks_of, fit_prompts, fit_steps, steps_of
 from pd_serve.bench.least_squares import MAX_QUANTILES, fit, quantiles
 from pd_serve.bench.plots_fit import fitted_against_measured
 from pd_serve.bench.records import RequestRecord
@@ -67,6 +68,33 @@ def test_costs_of_prompts_are_found_through_chunks_and_caches() -> None:
     assert times.fitted.coefficients == pytest.approx((0.03, 2e-4, 5e-8), rel=0.1)
     assert times.noise[len(times.noise) // 2] == pytest.approx(1.0, abs=0.02)
     assert {case for case, _, _ in times.cases} >= {"32 behind 0", "64 behind 1024"}
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "sizes", "calls", "rows"),
+    [(300, (), 1, 300), (0, (), 0, 0), (512, (512, 256, 128, 64), 1, 512), (511, (512, 256, 128, 64), 4, 512), (65, (64,), 2, 128)],
+)
+def test_rows_go_into_calls_of_certain_sizes(num_tokens: int, sizes: tuple[int, ...], calls: int, rows: int) -> None:
+    assert calls_of(num_tokens, sizes) == (calls, rows)
+
+
+@pytest.mark.parametrize("sizes", CALL_SIZES)
+def test_a_staircase_is_told_from_a_plain_cost(sizes: tuple[int, ...]) -> None:
+    generator = np.random.default_rng(4)
+    samples = []
+    for num_tokens in DEFAULT_LENGTHS:
+        seconds = 0.0
+        for count, cached in chunks_of(num_tokens, 0, 512):
+            num_calls, num_rows = calls_of(count, sizes)
+            seconds += 0.03 + 0.02 * num_calls * bool(sizes) + 3e-4 * num_rows + 1e-7 * count * (count + 2 * cached)
+        samples += [PromptSample(num_tokens, 0, 1.0, seconds * generator.normal(1, 0.01), 0.0) for _ in range(4)]
+    times = fit_prompts(samples, 512)
+    # Calls of one size cannot be told from rows of it, nor need they be: then any staircase that describes them does.
+    assert bool(times.call_sizes) == bool(sizes)
+    assert times.fitted.worst < 0.03
+    if len(sizes) > 2:
+        assert times.call_sizes == sizes
+        assert times.fitted.coefficients[3] == pytest.approx(0.02, rel=0.25)
 
 
 def test_what_is_neither_compute_nor_hand_over_is_the_way_of_the_request() -> None:

@@ -52,6 +52,14 @@ def test_a_step_that_does_both_pays_the_fixed_part_once() -> None:
     assert MODEL.mixed_s([(100, 0)], 0, 0) == MODEL.prefill_s([(100, 0)])
 
 
+def test_rows_that_go_into_calls_make_a_staircase() -> None:
+    model = msgspec.structs.replace(MODEL, prefill_calls=(512, 256, 128, 64), prefill_call_s=0.005)
+    assert model.prefill_s([(512, 0)]) == pytest.approx(0.01 + 0.005 + 1e-4 * 512 + 1e-8 * 512**2)
+    assert model.prefill_s([(500, 0)]) == pytest.approx(0.01 + 4 * 0.005 + 1e-4 * 512 + 1e-8 * 500**2)
+    assert model.prefill_s([(250, 0), (262, 0)]) == pytest.approx(0.01 + 0.005 + 1e-4 * 512 + 1e-8 * (250**2 + 262**2))
+    assert model.mixed_s([(64, 0)], 1, 10) == pytest.approx(0.02 + 0.005 + 0.0064 + 1e-8 * 64**2 + 1e-5 + 1e-3)
+
+
 def test_json_both_ways(tmp_path: Path) -> None:
     noisy = msgspec.structs.replace(MODEL, prefill_noise=(0.9, 1.0, 1.4), request_s=0.001)
     noisy.write(tmp_path / "models" / "prefill.json")
@@ -66,6 +74,7 @@ def test_json_both_ways(tmp_path: Path) -> None:
         ({"decode": [0, 0]}, "decode"),
         ({"num_kv_tokens": 0}, "num_kv_tokens is at least 1"),
         ({"handover_s": -1}, "handover_s"),
+        ({"prefill_calls": [64, 128]}, "descending"),
         ({"prefill_noise": [1.2, 0.8]}, "ascending"),
         ({"colour": "red"}, "colour"),
         ({"num_layers": "4"}, "num_layers"),
