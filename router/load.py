@@ -4,7 +4,8 @@ Open sent ---- Reserved ---- next Load of decode        uncovered until here: th
 Prefill sent ---- first Load later than REPORT_LAG_S    uncovered until here
 
 A prompt's tokens are counted off when it is computed (PrefillDone, first token, or a report of an empty queue that must know of it), a
-sequence's when it leaves. A worker that has not reported for long is marked: what it last said is no longer known.
+sequence's when it leaves, off the last report as well: else a worker that is full would stand idle until its next one. A worker that has
+not reported for long is marked: what it last said is no longer known.
 
 Sums are kept, not made: a look at a worker costs the same however many requests it has, and a report only what it covers.
 """
@@ -43,6 +44,9 @@ class _Charges:
         self.num_short_tokens = 0
         """Of those of at most `short_tokens`."""
         self.num_uncovered_tokens = 0
+        self.num_ended = 0
+        """Since the last report, of those that it knows of: it counts them yet."""
+        self.num_ended_tokens = 0
 
     def __len__(self) -> int:
         return len(self._charges)
@@ -60,6 +64,9 @@ class _Charges:
             self._count(charge.num_tokens, -1)
             if self._uncovered.pop(key, None) is not None:
                 self._count_uncovered(charge.num_tokens, -1)
+            else:
+                self.num_ended += 1
+                self.num_ended_tokens += charge.num_tokens
 
     def told(self, key: int, now: float) -> None:
         charge = self._charges.get(key)
@@ -68,6 +75,7 @@ class _Charges:
 
     def cover(self, told_before: Callable[[float], bool]) -> None:
         """A report has come that knows of what was told at such a time."""
+        self.num_ended = self.num_ended_tokens = 0
         known = [key for key, charge in self._uncovered.items() if charge.told_at is not None and told_before(charge.told_at)]
         for key in known:
             self._count_uncovered(self._uncovered.pop(key).num_tokens, -1)
@@ -77,6 +85,7 @@ class _Charges:
         if len(self._charges) > len(self._uncovered):
             for key in self._charges.keys() - self._uncovered.keys():
                 self.pop(key)
+            self.num_ended = self.num_ended_tokens = 0
 
     def num_uncovered_blocks(self, block_size: int) -> int:
         """Every uncovered request rounded up to whole blocks, with room for a token more."""
@@ -278,16 +287,19 @@ class LoadBook:
 
 
 def _backlog_tokens(worker: _Worker, load: Load) -> int:
-    charges, reported = worker.prefill, load.prefill_queue_tokens
+    charges = worker.prefill
+    reported = max(0, load.prefill_queue_tokens - charges.num_ended_tokens)
     return max(reported, min(charges.num_tokens, reported + charges.num_uncovered_tokens))
 
 
 def _decode_tokens(worker: _Worker, load: Load) -> int:
-    return max(worker.decode.num_tokens, load.decode_context_tokens + worker.decode.num_uncovered_tokens)
+    charges = worker.decode
+    reported = max(0, load.decode_context_tokens - charges.num_ended_tokens)
+    return max(charges.num_tokens, reported + charges.num_uncovered_tokens)
 
 
 def _num_sequences(worker: _Worker, load: Load) -> int:
-    return max(len(worker.decode), load.running + load.waiting)
+    return max(len(worker.decode), load.running + load.waiting - worker.decode.num_ended)
 
 
 def _free_tokens(worker: _Worker, load: Load, block_size: int) -> int:

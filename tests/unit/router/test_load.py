@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from pd_serve.protocol.link import PeerStatus
@@ -136,6 +137,30 @@ def test_what_a_worker_has_cached_is_no_backlog() -> None:
     book.charge(1, prefill, decode, 1000, num_to_compute=40)
     assert book.prefill_backlog_tokens(prefill, load()) == 40
     assert book.decode_tokens(decode, load()) == 1000
+
+
+def test_what_has_ended_since_the_last_report_is_counted_off_it() -> None:
+    """A worker that was full takes the next at once, and not when it reports again."""
+    book, prefill, decode = LoadBook(), peer_id("p0"), peer_id("d0")
+    for key in (1, 2):
+        book.charge(key, prefill, decode, 1000)
+        book.told(key, prefill, 0.0)
+        book.told(key, decode, 0.0)
+    book.reported(prefill, 1.0)
+    book.reported(decode, 1.0)
+    book.charge(3, prefill, decode, 70)
+    of_prefill, of_decode = load(prefill_queue_tokens=2000), msgspec.structs.replace(load(), running=2, decode_context_tokens=2100)
+    book.prefilled(1, prefill)
+    assert book.prefill_backlog_tokens(prefill, of_prefill) == 1070
+    book.release(1, (prefill, decode))
+    assert book.num_sequences(decode, of_decode) == 2
+    assert book.decode_tokens(decode, of_decode) == 1170
+    book.release(3, (prefill, decode))
+    assert book.prefill_backlog_tokens(prefill, of_prefill) == 1000, "no report knew of it"
+    book.reported(prefill, 2.0)
+    book.reported(decode, 2.0)
+    assert book.prefill_backlog_tokens(prefill, of_prefill) == 2000, "others send there too"
+    assert book.num_sequences(decode, of_decode) == 2
 
 
 def test_old_report_is_no_report_of_an_idle_worker() -> None:

@@ -206,6 +206,7 @@ def test_backlog_follows_the_report_once_it_can_know() -> None:
     assert book.prefill_backlog_tokens(peer, load(prefill_queue_tokens=400)) == 400
     book.prefilled(1, peer)
     assert book.prefill_backlog_tokens(peer, load(prefill_queue_tokens=0)) == 0
+    book.reported(peer, now=20.0)
     assert book.prefill_backlog_tokens(peer, load(prefill_queue_tokens=700)) == 700, "sent by another router"
 
 
