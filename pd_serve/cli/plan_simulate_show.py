@@ -10,7 +10,9 @@ import msgspec
 from pd_serve.bench.figures import shown
 from pd_serve.cli.plan_show import plan_console, table
 from pd_serve.cli.plan_simulate_inputs import settings_of
+from pd_serve.plan.candidates import best_supply
 from pd_serve.plan.outcome import ATTAINMENTS
+from pd_serve.plan.ratio import Demand, best_split, ratio
 from pd_serve.plan.scenario import Scenario
 from pd_serve.plan.study import Arm, Question, Study
 
@@ -37,13 +39,15 @@ def show(found: Study, scenario: Scenario, question: Question, written: Sequence
     console.print(f"[bold]{load}[/bold]; limits {' and '.join(limits)}", soft_wrap=True)
     for name in dict.fromkeys(pool.model.name for arm in found.arms for pool in arm.fleet.pools):
         console.print(f"workers: {name}", markup=False, soft_wrap=True)
+    if question.num_gpus:
+        console.print(_formula(question), soft_wrap=True)
     console.print(table(["", *(arm.fleet.name for arm in found.arms)], _rows(found.arms), f"At {found.rate:.4g} requests/s"))
     if found.scaled:
         columns = ["", *(arm.fleet.name for arm in found.scaled)]
         title = f"At {found.scaled[0].at_load.rate:.4g} requests/s, {question.scale:g} times as fast"
         console.print(table(columns, _rows(found.scaled), title))
     if len(found.curves) > len(found.arms):
-        console.print(table(["tried", *(f"goodput {share:.0%}" for share in ATTAINMENTS), "per GPU", "runs"], _tried(found)))
+        console.print(table(["tried", *(f"goodput {share:.0%}" for share in ATTAINMENTS), "per GPU at 90%", "runs"], _tried(found)))
     for passed in found.passed[:_MOST_PASSED]:
         console.print(f"not tried: {passed.candidate.name}, which {passed.why}", style="dim", markup=False, soft_wrap=True)
     if len(found.passed) > _MOST_PASSED:
@@ -68,6 +72,18 @@ def _rows(arms: Sequence[Arm]) -> Iterator[list[str]]:
     for reason in sorted({reason for arm in arms for reason in arm.at_load.rejected}):
         shares = [arm.at_load.rejected.get(reason, 0) / max(1, arm.at_load.num_requests) for arm in arms]
         yield [f"  rejected: {reason}", *(f"{share:.1%}" for share in shares)]
+
+
+def _formula(question: Question) -> str:
+    """What arithmetic alone says, of the first models."""
+    prefill, decode = question.models.prefill[0], question.models.decode[0]
+    supply = best_supply(prefill, decode, question.shape, question.itl_s)
+    demand = Demand(question.shape.num_uncached, question.shape.num_output)
+    split = best_split(question.num_gpus, demand, supply)
+    return (
+        f"ratio formula, workers always full: T_P {supply.prefill_tokens_per_s:,.0f} and T_D {supply.decode_tokens_per_s:,.0f} tokens/s, "
+        f"R = {ratio(demand, supply):.2f}, so {split.num_prefill}P{split.num_decode}D, at most {split.sustained_requests_per_s:.3g} req/s"
+    )
 
 
 def _tried(found: Study) -> Iterator[list[str]]:

@@ -93,26 +93,29 @@ def study(question: Question, run: RunCurves, look: Look) -> Study:
     scaled = [arm for chosen_arm in arms for arm in _scaled(chosen_arm, question.scale, rate, look)] if question.scale else []
     curves = tuple(curve for found in kinds for curve in found.curves if curve.trials)
     passed = tuple(passed for found in kinds for passed in found.passed)
-    return Study(rate, tuple(arms), curves, passed, tuple(scaled), verdict(arms))
+    return Study(rate, tuple(arms), curves, passed, tuple(scaled), verdict(apart, pools, arms))
 
 
-def verdict(arms: Sequence[Arm]) -> tuple[str, ...]:
-    """Of prefill apart against one pool; empty with one of them."""
-    apart = next((arm for arm in arms if arm.fleet.is_disaggregated), None)
-    pool = next((arm for arm in arms if not arm.fleet.is_disaggregated), None)
-    if apart is None or pool is None:
+def verdict(apart: Found | None, pools: Found | None, arms: Sequence[Arm]) -> tuple[str, ...]:
+    """Of prefill apart against one pool, each with what is best at the attainment in question; empty with one of them."""
+    if apart is None or pools is None or len(arms) < 2:
         return ()
-    lines = [_compared(apart, pool, attainment) for attainment in ATTAINMENTS if apart.goodput and pool.goodput]
-    kept = [f"{arm.fleet.name} keeps both limits for {arm.at_load.attainment:.1%} of requests" for arm in (apart, pool)]
-    lines.append(f"at {apart.at_load.rate:.3g} requests/s {kept[0]}, {kept[1]}")
-    return (_advice(apart, pool), *lines)
+    ours, theirs = arms
+    kept = [f"{arm.fleet.name} keeps the limits for {arm.at_load.attainment:.1%} of requests" for arm in arms]
+    at_load = f"at {ours.at_load.rate:.3g} requests/s {kept[0]}, {kept[1]}"
+    if not ours.goodput:
+        return (_advice({"this load": _word(ours.at_load.attainment, theirs.at_load.attainment)}), at_load)
+    words: dict[str, str] = {}
+    lines: list[str] = []
+    for attainment in ATTAINMENTS:
+        pair = apart.best(attainment), pools.best(attainment)
+        words[f"{attainment:.0%} attainment"] = _word(*(curve.per_gpu(attainment) if curve is not None else 0.0 for curve in pair))
+        lines.append(f"at {attainment:.0%} attainment {_compared(*pair, attainment)}")
+    return (_advice(words), *lines, at_load)
 
 
-def _advice(apart: Arm, pool: Arm) -> str:
-    if apart.goodput and pool.goodput:
-        found = {f"{share:.0%} attainment": _word(apart.per_gpu(share), pool.per_gpu(share)) for share in ATTAINMENTS}
-    else:
-        found = {"this load": _word(apart.at_load.attainment, pool.at_load.attainment)}
+def _advice(found: dict[str, str]) -> str:
+    """`found`: how much prefill apart serves beside one pool, by where."""
     told = ", ".join(f"{word} at {where}" for where, word in found.items())
     words = set(found.values())
     if words == {"as much"}:
@@ -129,26 +132,20 @@ _CLEAR = 1.08
 
 
 def _word(ours: float, theirs: float) -> str:
-    ratio = _ratio(ours, theirs)
+    if ours == theirs:
+        return "as much"
+    ratio = ours / theirs if theirs else float("inf")
     return "more" if ratio > _CLEAR else "less" if ratio < 1 / _CLEAR else "as much"
 
 
-def _compared(apart: Arm, pool: Arm, attainment: float) -> str:
-    ours, theirs = apart.per_gpu(attainment), pool.per_gpu(attainment)
-    if not ours and not theirs:
-        return f"at {attainment:.0%} attainment neither has any goodput"
-    if not ours or not theirs:
-        return f"at {attainment:.0%} attainment only {(apart if ours else pool).fleet.name} has any goodput"
-    return (
-        f"at {attainment:.0%} attainment {apart.fleet.name} has {ours / theirs:.2f} times the goodput per GPU of {pool.fleet.name} "
-        f"({ours:.3g} against {theirs:.3g} requests/s)"
-    )
-
-
-def _ratio(ours: float, theirs: float) -> float:
-    if not theirs:
-        return float("inf") if ours else 1.0
-    return ours / theirs
+def _compared(ours: Curve | None, theirs: Curve | None, attainment: float) -> str:
+    if ours is None and theirs is None:
+        return "neither has any goodput"
+    if ours is None or theirs is None:
+        return " and ".join(f"only {curve.candidate.name} has any goodput" for curve in (ours, theirs) if curve is not None)
+    first, second = ours.per_gpu(attainment), theirs.per_gpu(attainment)
+    told = f"{first:.3g} against {second:.3g} requests/s"
+    return f"{ours.candidate.name} has {first / second:.2f} times the goodput per GPU of {theirs.candidate.name} ({told})"
 
 
 # ---- the two kinds
