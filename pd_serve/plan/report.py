@@ -59,7 +59,7 @@ def cost_report(setting: Setting, links: Sequence[Link], lengths: Sequence[int],
         token_bytes=_token_bytes(setting),
         prompts=tuple(prompt_cost(setting, length, links) for length in lengths),
         pauses_of=hints.prompt_tokens,
-        pauses=tuple(pause(setting, hints.prompt_tokens, chunk) for chunk in (0, *chunks)),
+        pauses=tuple(pause(setting, hints.prompt_tokens, chunk) for chunk in (0, *chunks) if chunk < hints.prompt_tokens),
         hints=hints,
         verdicts=tuple(verdict(setting, link, hints) for link in links),
     )

@@ -128,7 +128,7 @@ def _of_path(setting: Setting, link: Link, hints: Hints) -> tuple[bool, str, lis
     at = hand_over(setting, hints.prompt_tokens, link)
     path = link.bytes_per_s * setting.num_links
     shown = f"{link.name}{f' x {setting.num_links}' if setting.num_links > 1 else ''}"
-    share = f"the hand-over takes {at.share:.0%} of prefill on the wire, {at.exposed_share:.1%} of it is not hidden layer by layer"
+    share = f"the hand-over takes {at.share:.1%} of prefill on the wire, and layer by layer {at.exposed_share:.1%} of it stays exposed"
     least = shortest_prompt(setting, link, SMALL_SHARE, max(setting.shape.max_len, hints.prompt_tokens))
     follows: list[str] = []
     if least is not None and least > _NEGLIGIBLE_PROMPT:
