@@ -163,7 +163,7 @@ def measured(windows: Sequence[WorkerWindow], seen: Seen, seconds: float, itl_sl
         if compute_s and window.mixed_s > MIXED_SHARE * compute_s:
             notes.append(
                 f"{window.worker} is left out: {window.mixed_s / compute_s:.0%} of its compute went to steps that did both phases, which "
-                "cannot be told apart; measure workers that have one role each"
+                "cannot be told apart; measure with one role a worker, and no prompts computed where they decode"
             )
         else:
             apart.append(window)
