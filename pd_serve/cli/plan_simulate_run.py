@@ -50,19 +50,12 @@ def run(inputs: Inputs, options: RunOptions) -> int:
     if options.out is not None:
         written += _record(found, scenario, options.out)
     if options.emit and options.out is not None:
-        arm = chosen(found, question)
+        arm = found.arms[found.chosen]
         is_cuda = bool(inputs.workers.gpu) or scenario.router_config().engine.device == "cuda"
         because = _because(arm, scenario, found)
         written += write_deployment(Deployment(arm.fleet, model_id, scenario.router_config(), is_cuda, because), options.out)
     show(found, scenario, question, written, options.as_json)
     return 0
-
-
-def chosen(found: Study, question: Question) -> Arm:
-    """The fleet that was given, or the one with most goodput per GPU; without goodput, with most requests within the limits."""
-    if question.fleet is not None:
-        return found.arms[0]
-    return max(found.arms, key=lambda arm: (arm.per_gpu(ATTAINMENTS[0]), arm.at_load.attainment))
 
 
 def _studied(scenario: Scenario, question: Question, options: RunOptions) -> Study:

@@ -80,14 +80,15 @@ def _role_table(deployment: Deployment, pool: Pool) -> list[str]:
     return [*lines, ""]
 
 
-def _changed(config: Config, section: str, given: set[str]) -> Iterator[str]:
+def _changed(config: Config, section: str, given: set[str]) -> list[str]:
     """Lines of the section that differ from the defaults; no secrets."""
-    lines = {config_: _section_lines(config_, section) for config_ in (config, Config())}
-    ordinary = set(lines[Config()])
-    for line in lines[config]:
+    ordinary = set(_section_lines(Config(), section))
+    told: list[str] = []
+    for line in _section_lines(config, section):
         key = line.partition(" = ")[0]
         if line not in ordinary and key not in given and f"{section}.{key}" not in SECRET_KEYS:
-            yield line
+            told.append(line)
+    return told
 
 
 def _section_lines(config: Config, section: str) -> list[str]:

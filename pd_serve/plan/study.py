@@ -74,6 +74,8 @@ class Study(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scaled: tuple[Arm, ...]
     """At `scale` times the rate: each fleet as it is, then as many times as large."""
     verdict: tuple[str, ...]
+    chosen: int
+    """Place among the arms: of the fleet that was given, or that the verdict is for."""
 
 
 def study(question: Question, run: RunCurves, look: Look) -> Study:
@@ -91,31 +93,47 @@ def study(question: Question, run: RunCurves, look: Look) -> Study:
         rate = question.rate
         arms = [_best_at_load([Arm(curve.candidate, {}, look(curve.candidate, rate, 1.0)) for curve in found.curves]) for found in kinds]
     scaled = [arm for chosen_arm in arms for arm in _scaled(chosen_arm, question.scale, rate, look)] if question.scale else []
-    curves = tuple(curve for found in kinds for curve in found.curves if curve.trials)
-    passed = tuple(passed for found in kinds for passed in found.passed)
-    return Study(rate, tuple(arms), curves, passed, tuple(scaled), verdict(apart, pools, arms))
+    words = _words(apart, pools, arms)
+    return Study(
+        rate=rate,
+        arms=tuple(arms),
+        curves=tuple(curve for found in kinds for curve in found.curves if curve.trials),
+        passed=tuple(passed for found in kinds for passed in found.passed),
+        scaled=tuple(scaled),
+        verdict=_verdict(words, apart, pools, arms) if words else (),
+        chosen=0 if question.fleet is not None or not words or "more" in words.values() else 1,
+    )
 
 
-def verdict(apart: Found | None, pools: Found | None, arms: Sequence[Arm]) -> tuple[str, ...]:
-    """Of prefill apart against one pool, each with what is best at the attainment in question; empty with one of them."""
+def _words(apart: Found | None, pools: Found | None, arms: Sequence[Arm]) -> dict[str, str]:
+    """How much prefill apart serves within the limits beside one pool: `more`, `as much` or `less`, by where. Empty with one of them."""
     if apart is None or pools is None or len(arms) < 2:
-        return ()
-    ours, theirs = arms
+        return {}
+    if not arms[0].goodput:
+        return {"this load": _word(*(arm.at_load.attainment for arm in arms))}
+    return {
+        f"{attainment:.0%} attainment": _word(*(_per_gpu(found.best(attainment), attainment) for found in (apart, pools)))
+        for attainment in ATTAINMENTS
+    }
+
+
+def _per_gpu(curve: Curve | None, attainment: float) -> float:
+    return curve.per_gpu(attainment) if curve is not None else 0.0
+
+
+def _verdict(words: dict[str, str], apart: Found | None, pools: Found | None, arms: Sequence[Arm]) -> tuple[str, ...]:
+    """Each kind with what is best at the attainment in question."""
+    assert apart is not None and pools is not None, "there are words for two kinds only"  # noqa: PT018
+    lines = [
+        f"at {attainment:.0%} attainment {_compared(apart.best(attainment), pools.best(attainment), attainment)}"
+        for attainment in ATTAINMENTS
+        if arms[0].goodput
+    ]
     kept = [f"{arm.fleet.name} keeps the limits for {arm.at_load.attainment:.1%} of requests" for arm in arms]
-    at_load = f"at {ours.at_load.rate:.3g} requests/s {kept[0]}, {kept[1]}"
-    if not ours.goodput:
-        return (_advice({"this load": _word(ours.at_load.attainment, theirs.at_load.attainment)}), at_load)
-    words: dict[str, str] = {}
-    lines: list[str] = []
-    for attainment in ATTAINMENTS:
-        pair = apart.best(attainment), pools.best(attainment)
-        words[f"{attainment:.0%} attainment"] = _word(*(curve.per_gpu(attainment) if curve is not None else 0.0 for curve in pair))
-        lines.append(f"at {attainment:.0%} attainment {_compared(*pair, attainment)}")
-    return (_advice(words), *lines, at_load)
+    return (_advice(words), *lines, f"at {arms[0].at_load.rate:.3g} requests/s {kept[0]}, {kept[1]}")
 
 
 def _advice(found: dict[str, str]) -> str:
-    """`found`: how much prefill apart serves beside one pool, by where."""
     told = ", ".join(f"{word} at {where}" for where, word in found.items())
     words = set(found.values())
     if words == {"as much"}:

@@ -123,6 +123,12 @@ def test_the_best_chunk_budget_is_the_step_of_colocated_workers(tmp_path: Path) 
     assert (config.launch.prefill, config.launch.decode, config.launch.colocated) == (0, 0, 4)
 
 
+def test_what_is_as_by_default_is_not_written() -> None:
+    text = fleet_toml(deployment(FLEETS["split"]))
+    sections = re.findall(r"^\[(.*)\]$", text, re.MULTILINE)
+    assert sections == ["launch", "model", "engine", "router", "roles", "prefill.engine", "decode.engine"]
+
+
 def test_no_secret_is_written() -> None:
     chosen = deployment(FLEETS["split"])
     assert "sk-1" not in fleet_toml(chosen) + compose_yaml(chosen)

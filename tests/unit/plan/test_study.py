@@ -47,12 +47,14 @@ def test_one_pool_wins_where_no_budget_stalls_it() -> None:
     found, _ = studied(Question(MODELS, LOAD, 0.0, num_gpus=3), most=8192)
     assert [arm.fleet.name for arm in found.arms] == ["1P2D", "3C 8192"]
     assert "one pool" in found.verdict[0]
+    assert found.chosen == 1
 
 
 def test_parting_wins_where_only_small_budgets_keep_the_limits() -> None:
     found, _ = studied(Question(MODELS, LOAD, 0.0, num_gpus=8), most=1024)
     assert [arm.fleet.name for arm in found.arms] == ["4P4D", "8C 1024"]
     assert found.verdict[0].startswith("part prefill from decode")
+    assert found.chosen == 0
     assert "8.0" in found.verdict[1] or "7.9" in found.verdict[1] or "8.1" in found.verdict[1], found.verdict
 
 
@@ -67,7 +69,7 @@ def test_a_given_fleet_is_taken_and_one_pool_gets_its_gpus() -> None:
     found, stand = studied(Question(MODELS, LOAD, 0.0, fleet=fleet, rate=0.5), most=8192)
     assert [arm.fleet.name for arm in found.arms] == ["1P3D", "4C 8192"]
     assert stand.looks == [("1P3D", 0.5, 1.0), ("4C 8192", 0.5, 1.0)]
-    assert found.rate == 0.5
+    assert (found.rate, found.chosen) == (0.5, 0)
 
 
 def test_one_pool_alone_has_no_verdict() -> None:
