@@ -27,6 +27,7 @@ from pd_serve.protocol.link import BlockCounts, Load, Peers, PeerStatus, Role, R
 from router.breaker import Breakers
 from router.compatibility import check_compatible, nonsense_in
 from router.linked_worker import LinkedWorker
+from router.once_a_turn import OnceATurn
 from router.prefixes import Prefixes
 from router.worker_status import status_of
 
@@ -75,8 +76,8 @@ class _Address:
 class WorkerPool:
     """start() -> frames and losses to the callbacks -> close().
 
-    on_frame gets every frame about an attempt, and every Load; on_lost each linked worker that went; on_change is called whenever who can
-    take what may have changed.
+    on_frame gets every frame about an attempt, and every Load; on_lost each linked worker that went; on_change is called when who can take
+    what may have changed, of reports once a turn of the loop.
     """
 
     def __init__(self, settings: PoolSettings, metrics: Metrics) -> None:
@@ -95,6 +96,7 @@ class WorkerPool:
         self.on_frame: Callable[[PeerId, WorkerFrame], None] = lambda peer, frame: None
         self.on_lost: Callable[[PeerId], None] = lambda peer: None
         self.on_change: Callable[[], None] = lambda: None
+        self._report_came = OnceATurn(lambda: self.on_change())
 
     # ---- for the dispatcher and the API
 
@@ -108,8 +110,7 @@ class WorkerPool:
 
     def send(self, peer: PeerId, frame: RouterFrame) -> bool:
         """False: no live link; on_lost has come or is about to."""
-        worker = self._workers.get(peer)
-        return worker is not None and worker.link.send(frame)
+        return (worker := self._workers.get(peer)) is not None and worker.link.send(frame)
 
     def is_joining(self, worker: LinkedWorker) -> bool:
         """If of one, then of all that came later."""
@@ -117,8 +118,7 @@ class WorkerPool:
 
     def statuses(self) -> tuple[WorkerStatus, ...]:
         now = asyncio.get_running_loop().time()
-        linked = tuple(status_of(worker, self.breakers, now) for worker in self._workers.values())
-        return tuple(sorted(linked, key=lambda status: status.id))
+        return tuple(sorted((status_of(worker, self.breakers, now) for worker in self._workers.values()), key=lambda status: status.id))
 
     def refusals(self) -> tuple[str, ...]:
         """Why workers that answered are not used."""
@@ -326,7 +326,7 @@ class WorkerPool:
                 self._export_workers()
                 self._broadcast_peers()
             self.on_frame(worker.peer, frame)
-            self.on_change()
+            self._report_came()
             worker.reported()
         elif isinstance(frame, PeerStatus):
             worker.peer_status = frame
