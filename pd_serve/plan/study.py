@@ -110,7 +110,7 @@ def _words(apart: Found | None, pools: Found | None, arms: Sequence[Arm]) -> dic
     if apart is None or pools is None or len(arms) < 2:
         return {}
     if not arms[0].goodput:
-        return {"this load": _word(*(arm.at_load.attainment for arm in arms))}
+        return {_THIS_LOAD: _word(*(arm.at_load.attainment for arm in arms))}
     return {
         f"{attainment:.0%} attainment": _word(*(_per_gpu(found.best(attainment), attainment) for found in (apart, pools)))
         for attainment in ATTAINMENTS
@@ -136,6 +136,8 @@ def _verdict(words: dict[str, str], apart: Found | None, pools: Found | None, ar
 def _advice(found: dict[str, str]) -> str:
     told = ", ".join(f"{word} at {where}" for where, word in found.items())
     words = set(found.values())
+    if list(found) == [_THIS_LOAD] and words == {"as much"}:
+        return "both serve this load alike; how far each is from its end is what goodput tells"
     if words == {"as much"}:
         return "use one pool with chunked prefill: parting gains nothing within the limits that a search could tell, and is more to run"
     if "less" not in words:
@@ -145,6 +147,7 @@ def _advice(found: dict[str, str]) -> str:
     return f"it depends on how many requests have to keep the limits: prefill apart serves {told}"
 
 
+_THIS_LOAD = "this load"
 _CLEAR = 1.08
 """Ratio of two goodputs that is more than what bisection leaves open."""
 

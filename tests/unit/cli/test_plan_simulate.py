@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import typer
 
 from pd_serve.bench.statistics import Slo
-from pd_serve.cli.app import run
+from pd_serve.cli.app import app, run
+from pd_serve.cli.plan_simulate import EPILOG
 from pd_serve.config_sources import RoleTable, Sources, load_config
 from pd_serve.plan import trials
 from pd_serve.plan.outcome import Outcome, Served
@@ -21,6 +25,7 @@ from pd_serve.plan.worker_model import WorkerModel
 from pd_serve.plan.workload import Requests
 from pd_serve.protocol.link import Role
 
+ROOT = Path(__file__).resolve().parents[3]
 LIMITS = ("--slo-ttft-ms", "500", "--slo-itl-ms", "50")
 LOAD = ("--input", "1000", "--output", "100", "--limit", "60")
 
@@ -146,6 +151,16 @@ def test_pictures_and_files_to_deploy_are_written(capsys: pytest.CaptureFixture[
         100,
     )
     assert "part prefill from decode" in (out / "compose.yaml").read_text()
+
+
+def test_every_command_line_that_is_written_down_is_taken() -> None:
+    root: Any = typer.main.get_command(app)
+    command = root.commands["plan"].commands["simulate"]
+    text = "\n".join((ROOT / name).read_text(encoding="utf-8") for name in ("docs/planning.md", "README.md"))
+    lines = re.findall(r"^(?:\$|  +)? ?pd-serve plan simulate (.*)$", (text + EPILOG).replace("\\\n", " "), re.MULTILINE)
+    assert len(lines) >= 3
+    for line in lines:
+        command.make_context("simulate", shlex.split(line))
 
 
 def test_the_router_itself_decides_in_a_simulation(capsys: pytest.CaptureFixture[str], worker: str) -> None:

@@ -87,6 +87,7 @@ def test_without_goodput_only_the_load_is_looked_at() -> None:
     assert found.curves == ()
     assert [arm.fleet.name for arm in found.arms] == ["2P2D", "4C 8192"]
     assert all(arm.goodput == {} for arm in found.arms)
+    assert found.verdict[0].startswith("both serve this load alike")
 
 
 def test_ten_times_the_load_is_looked_at_with_the_fleet_as_it_is_and_ten_times_as_large() -> None:
