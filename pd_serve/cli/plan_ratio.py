@@ -110,9 +110,10 @@ def _throughput(option: str, given: float, phase: Phase | None, found: Measured 
         return phase.tokens_per_s
     if found is None:
         raise ConfigError(f"what does an instance do? give {option}, or --measure URL")
+    if found.notes:
+        raise ConfigError(f"nothing to take from what was watched ({'; '.join(found.notes)}); or give {option}")
     what = "computed prompts" if "prefill" in option else "decoded"
-    told = f" ({found.notes[0]})" if found.notes else ""
-    raise ConfigError(f"no worker {what} in the {found.seconds:.0f} s that were watched{told}: send load meanwhile, or give {option}")
+    raise ConfigError(f"no worker {what} in the {found.seconds:.0f} s that were watched: send load meanwhile, or give {option}")
 
 
 def _demand(prompt: float, output: float, hit_rate: float, trace: TraceDemand | None, found: Measured | None) -> Demand:
