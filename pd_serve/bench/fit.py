@@ -7,6 +7,7 @@ be reached, the workers' own traces. The coefficients are what `pd-serve plan` s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -98,32 +99,28 @@ class Fit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: tuple[WorkerFacts, ...]
 
 
+class FitSamples(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One measurement of an arm."""
+
+    model: str
+    prompts: tuple[PromptSample, ...]
+    steps: tuple[StepSample, ...]
+    records: tuple[RequestRecord, ...]
+    """Of the streams."""
+    bandwidth_bytes_per_s: float
+    workers: tuple[WorkerFacts, ...]
+
+
 async def run_fit(settings: FitSettings, path: Path, bars: Bars) -> tuple[Result, Fit]:
     """Measures, and writes the result to `path` with records and picture beside it. Raises BenchError, also when others are busy."""
     started_at = now_iso()
     async with opened([settings.arm], settings.client, bars) as (arm,):
-        probe = _Probe(arm, settings)
-        workers = await probe.workers()
-        bar = bars.add("requests", probe.num_requests)
-        await probe.warm_up()
         with MachineWatch(window_s=None) as watch:
-            prompts = await probe.prompts(bar)
-            steps, records = await probe.streams(bar)
-        _refuse_busy(watch.load, settings)
-        facts = tuple(probe.facts(worker) for worker in workers)
-        status = await probe.status()
-        model, config = arm.endpoint.model, arm.config
-    budget = next(one.max_batch_tokens for one in facts if one.role is not Role.DECODE)
-    fit = Fit(
-        model=model,
-        prompts=fit_prompts(prompts, budget),
-        steps=fit_steps(steps),
-        handover_s=median(sample.handover_s for sample in prompts),
-        request_s=median(sample.request_s for sample in prompts),
-        bandwidth_bytes_per_s=max((peer.bandwidth_bytes_per_s for worker in status.workers for peer in worker.peers), default=0.0),
-        workers=facts,
-    )
-    arms = {settings.arm.name: ArmResult(_figures(fit), write_records(path, settings.arm.name, records), {"model": model})}
+            samples = await measure_samples(arm, settings, bars)
+        config = arm.config
+    _refuse_busy(watch.load, settings)
+    fit = fit_samples([samples])
+    arms = {settings.arm.name: ArmResult(_figures(fit), write_records(path, settings.arm.name, samples.records), {"model": fit.model})}
     parameters: dict[str, Scalar] = {"lengths": ", ".join(map(str, settings.lengths)), "contexts": ", ".join(map(str, settings.contexts))}
     parameters |= {"stairs": ", ".join(map(str, settings.stairs)), "repeats": settings.num_repeats, "seed": settings.seed}
     result = new_result(Described("fit", settings.name, parameters, config), watch.load, arms, started_at)
@@ -131,6 +128,36 @@ async def run_fit(settings: FitSettings, path: Path, bars: Bars) -> tuple[Result
     result = msgspec.structs.replace(result, pictures=(drawn,))
     write_result(path, result)
     return result, fit
+
+
+async def measure_samples(arm: Arm, settings: FitSettings, bars: Bars) -> FitSamples:
+    """Of an arm that is open. Raises BenchError."""
+    probe = _Probe(arm, settings)
+    workers = await probe.workers()
+    bar = bars.add("requests", probe.num_requests)
+    await probe.warm_up()
+    prompts = await probe.prompts(bar)
+    steps, records = await probe.streams(bar)
+    peers = [peer for worker in (await probe.status()).workers for peer in worker.peers]
+    bandwidth = max((peer.bandwidth_bytes_per_s for peer in peers), default=0.0)
+    facts = tuple(probe.facts(worker) for worker in workers)
+    return FitSamples(arm.endpoint.model, tuple(prompts), tuple(steps), tuple(records), bandwidth, facts)
+
+
+def fit_samples(measured: Sequence[FitSamples]) -> Fit:
+    """Of one arm, measured once or several times: all samples together. Raises BenchError."""
+    last = measured[-1]
+    budget = next(facts.max_batch_tokens for facts in last.workers if facts.role is not Role.DECODE)
+    prompts = [sample for samples in measured for sample in samples.prompts]
+    return Fit(
+        model=last.model,
+        prompts=fit_prompts(prompts, budget),
+        steps=fit_steps([sample for samples in measured for sample in samples.steps]),
+        handover_s=median(sample.handover_s for sample in prompts),
+        request_s=median(sample.request_s for sample in prompts),
+        bandwidth_bytes_per_s=last.bandwidth_bytes_per_s,
+        workers=last.workers,
+    )
 
 
 class _Probe:

@@ -9,6 +9,7 @@ import pytest
 
 from pd_serve.bench.results import read_result
 from pd_serve.cli.app import run
+from pd_serve.plan.worker_model import WorkerModel
 
 pytestmark = pytest.mark.slow
 
@@ -31,3 +32,19 @@ def test_two_clusters_are_measured_side_by_side_and_nothing_is_left(tmp_path: Pa
     assert run(["bench", "report", str(out)]) == 0
     assert out.with_suffix(".html").stat().st_size > 50_000
     assert {process.pid for process in psutil.Process().children(recursive=True)} <= before
+
+
+def test_a_fit_writes_a_worker_model_for_each_role(tmp_path: Path) -> None:
+    out = tmp_path / "fit.json"
+    asked = ("--lengths", "33,64,100,200", "--contexts", "64,32", "--stairs", "2,1", "--steps", "4", "--repeats", "1", "--limit", "99")
+    assert run(["bench", "fit", "--arm", "ours=1p1d", "--set", "kv.memory_bytes=67108864", *asked, "--out", str(out), "--json"]) == 0
+    figures = read_result(out).arms["ours"].figures
+    assert figures["prefill_b_s"] > 0
+    assert figures["decode_a_s"] > 0
+    assert out.with_suffix(".fit.png").stat().st_size > 5_000
+    for role in ("prefill", "decode"):
+        model = WorkerModel.read(tmp_path / f"fit.{role}.json")
+        assert (model.kv_bytes_per_token, model.num_layers, model.max_batch_tokens) == (23_040, 30, 512)
+        assert model.num_kv_tokens == 16 * (67_108_864 // (16 * 23_040))
+        assert model.decode_s(1, 64) > 0
+        assert 0 < model.handover_s < 1
