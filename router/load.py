@@ -4,8 +4,8 @@ Open sent ---- Reserved ---- next Load of decode        uncovered until here: th
 Prefill sent ---- first Load later than REPORT_LAG_S    uncovered until here
 
 A prompt's tokens are counted off when it is computed (PrefillDone, first token, or a report of an empty queue that must know of it), a
-sequence's when it leaves, off the last report as well: else a worker that is full would stand idle until its next one. A worker that has
-not reported for long is marked: what it last said is no longer known.
+sequence's when it leaves, off the last report as well, if that may know of it: else a worker that is full would stand idle until its next
+one. A worker that has not reported for long is marked: what it last said is no longer known.
 
 Sums are kept, not made: a look at a worker costs the same however many requests it has, and a report only what it covers.
 """
@@ -29,6 +29,8 @@ class _Charge:
     num_tokens: int
     told_at: float | None = None
     """When the worker certainly had been told (decode: Reserved arrived; prefill: Prefill sent)."""
+    may_be_reported: bool = False
+    """A report has come since: where it is too soon to say that it knows, it may."""
 
 
 class _Charges:
@@ -57,16 +59,19 @@ class _Charges:
         self._count(num_tokens, 1)
         self._count_uncovered(num_tokens, 1)
 
-    def pop(self, key: int) -> None:
-        """Idempotent."""
+    def pop(self, key: int) -> bool:
+        """False: it was not here."""
         charge = self._charges.pop(key, None)
-        if charge is not None:
-            self._count(charge.num_tokens, -1)
-            if self._uncovered.pop(key, None) is not None:
-                self._count_uncovered(charge.num_tokens, -1)
-            else:
-                self.num_ended += 1
-                self.num_ended_tokens += charge.num_tokens
+        if charge is None:
+            return False
+        self._count(charge.num_tokens, -1)
+        is_uncovered = self._uncovered.pop(key, None) is not None
+        if is_uncovered:
+            self._count_uncovered(charge.num_tokens, -1)
+        if charge.may_be_reported or not is_uncovered:
+            self.num_ended += 1
+            self.num_ended_tokens += charge.num_tokens
+        return True
 
     def told(self, key: int, now: float) -> None:
         charge = self._charges.get(key)
@@ -79,6 +84,8 @@ class _Charges:
         known = [key for key, charge in self._uncovered.items() if charge.told_at is not None and told_before(charge.told_at)]
         for key in known:
             self._count_uncovered(self._uncovered.pop(key).num_tokens, -1)
+        for charge in self._uncovered.values():
+            charge.may_be_reported = charge.told_at is not None
 
     def drop_covered(self) -> None:
         """The report says that nothing is left of what it knows of."""
@@ -156,20 +163,15 @@ class LoadBook:
     def prefilled(self, key: int, peer: PeerId) -> None:
         """The prompt is computed. Idempotent, also of a worker that is gone."""
         worker = self._workers.get(peer)
-        if worker is not None:
-            worker.view = None
-            self.changed.add(peer)
-            worker.prefill.pop(key)
+        if worker is not None and worker.prefill.pop(key):
+            self._changed(peer)
 
     def release(self, key: int, peers: tuple[PeerId, ...]) -> None:
         """The request left these workers. Idempotent."""
         for peer in peers:
             worker = self._workers.get(peer)
-            if worker is not None:
-                worker.view = None
-                self.changed.add(peer)
-                worker.prefill.pop(key)
-                worker.decode.pop(key)
+            if worker is not None and worker.prefill.pop(key) | worker.decode.pop(key):
+                self._changed(peer)
 
     def refused(self, peer: PeerId) -> None:
         """No room there until its next report. Nothing, of a worker that is gone."""

@@ -163,6 +163,30 @@ def test_what_has_ended_since_the_last_report_is_counted_off_it() -> None:
     assert book.num_sequences(decode, of_decode) == 2
 
 
+def test_what_a_report_may_know_of_is_counted_off_it_when_it_ends() -> None:
+    """A worker reports as soon as a prompt comes, too soon to be sure of it; the prompt is computed before the next report."""
+    book, prefill, decode = LoadBook(), peer_id("p0"), peer_id("d0")
+    book.charge(1, prefill, decode, 1000)
+    book.told(1, prefill, 1.0)
+    book.reported(prefill, 1.0 + REPORT_LAG_S / 5)
+    of_prefill = load(prefill_queue_tokens=1000)
+    assert book.prefill_backlog_tokens(prefill, of_prefill) == 1000
+    book.prefilled(1, prefill)
+    assert book.prefill_backlog_tokens(prefill, of_prefill) == 0
+
+
+def test_what_changes_nothing_tells_nobody() -> None:
+    book, prefill, decode = LoadBook(), peer_id("p0"), peer_id("d0")
+    book.charge(1, prefill, decode, 1000)
+    book.prefilled(1, prefill)
+    book.changed.clear()
+    book.prefilled(1, prefill)
+    book.prefilled(1, decode)
+    assert not book.changed
+    book.release(1, (prefill, decode))
+    assert book.changed == {decode}
+
+
 def test_old_report_is_no_report_of_an_idle_worker() -> None:
     """One has been silent for long: it counts as loaded as the most loaded of the others."""
     book = LoadBook()
