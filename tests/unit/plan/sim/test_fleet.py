@@ -50,12 +50,12 @@ def test_time_outside_of_steps_is_part_of_every_first_token() -> None:
 
 @pytest.mark.parametrize("load", [0.5, 0.8])
 def test_one_prefill_worker_is_a_queue_with_fixed_service(load: float) -> None:
-    """M/D/1: the mean wait is rho D / (2 (1 - rho)). One prompt fills a step; KV weighs nothing, and a report is never old."""
+    """M/D/1: the mean wait is rho D / (2 (1 - rho)). One prompt fills a step; KV weighs nothing."""
     model = model_of(kv_bytes_per_token=1, handover_s=0.0, max_batch_tokens=1000)
     service_s = prompt_s(1000)
-    outcome = simulate(fleet(1, 1, model, cluster_report_s=1e-4), poisson(load / service_s, 4000, exactly(1000), exactly(1), seed=3))
+    outcome = simulate(fleet(1, 1, model), poisson(load / service_s, 2000, exactly(1000), exactly(1), seed=3))
     expected = service_s + load * service_s / (2 * (1 - load))
-    assert outcome.ttft.total / outcome.ttft.count == pytest.approx(expected, rel=0.08)
+    assert outcome.ttft.total / outcome.ttft.count == pytest.approx(expected, rel=0.1)
 
 
 def test_nothing_is_lost_and_nothing_is_computed_twice() -> None:
@@ -107,11 +107,11 @@ def test_a_prompt_beside_streams_makes_them_pause() -> None:
 
 def test_requests_that_would_be_late_are_turned_away_by_the_router_itself() -> None:
     spec = fleet(1, 1, config=config_of(router={"slo_ttft_ms": 500.0, "max_queued_requests": 10_000, "max_open_requests": 100_000}))
-    requests = list(poisson(60, 600, exactly(1000), exactly(20)))
+    requests = list(poisson(60, 400, exactly(1000), exactly(20)))
     outcome = simulate(spec, iter(requests), Slo(ttft_s=0.5))
-    assert outcome.rejections["predicted_ttft"] > 200
+    assert outcome.rejections["predicted_ttft"] > 100
     assert outcome.num_met > 0.8 * outcome.num_served
-    assert outcome.num_served + outcome.num_rejected == 600
+    assert outcome.num_served + outcome.num_rejected == 400
     without = fleet(1, 1, config=config_of(router={"max_queued_requests": 10_000, "max_open_requests": 100_000}))
     assert simulate(without, iter(requests), Slo(ttft_s=0.5)).num_met < 0.5 * outcome.num_met
 
