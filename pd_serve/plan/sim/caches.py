@@ -14,13 +14,15 @@ from collections.abc import Sequence
 
 
 class Holding:
-    """What one sequence holds: the first `num_blocks` of its keys that are shared, and tokens of its own."""
+    """What one sequence holds: blocks that others can find, by their keys, and tokens of its own."""
 
-    __slots__ = ("keys", "num_own")
+    __slots__ = ("keys", "num_own", "num_published")
 
-    def __init__(self, keys: list[int], num_own: int) -> None:
+    def __init__(self, keys: list[int]) -> None:
         self.keys = keys
-        self.num_own = num_own
+        self.num_own = 0
+        self.num_published = len(keys)
+        """Of its prompt's blocks: those behind are yet to be offered to others."""
 
 
 class KVPool:
@@ -71,7 +73,7 @@ class KVPool:
                 self.num_idle -= self._block_tokens
                 self.num_held += self._block_tokens
             holders[key] += 1
-        holding = Holding(kept, 0)
+        holding = Holding(kept)
         self.grow(holding, num_own)
         return holding
 
@@ -90,15 +92,15 @@ class KVPool:
 
     def publish(self, holding: Holding, keys: Sequence[int], num_computed: int) -> None:
         """Of its prompt, so many tokens are computed: whole blocks can be found now. Blocks that somebody else had first stay its own."""
-        holders = self._holders
-        for place in range(len(holding.keys), min(len(keys), num_computed // self._block_tokens)):
-            key = keys[place]
-            if key in holders:
-                return
-            holders[key] = 1
-            holding.keys.append(key)
-            holding.num_own -= self._block_tokens
-            self._tell(key, is_stored=True)
+        holders, begin = self._holders, holding.num_published
+        end = min(len(keys), num_computed // self._block_tokens)
+        for key in keys[begin:end]:
+            if key not in holders:
+                holders[key] = 1
+                holding.keys.append(key)
+                holding.num_own -= self._block_tokens
+                self._tell(key, is_stored=True)
+        holding.num_published = max(begin, end)
 
     def release(self, holding: Holding, num_grown: int = 0) -> None:
         """All of it, and what it took() besides."""

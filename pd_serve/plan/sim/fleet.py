@@ -7,6 +7,7 @@ The same arguments give the same outcome, bit for bit. At the end of every run n
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Callable
 from typing import cast
@@ -89,6 +90,7 @@ class Simulation:
         )
         self.workers = Workers(spec, settings, around, self.router, self.outcome)
         self.clients = Clients(loop, self.router, _again(first, requests), self.outcome, spec.retries)
+        self._roles: asyncio.Task[object] | None = None
         self._request_s = max(group.model.request_s for group in spec.groups)
 
     def run(self, progress: Callable[[int], None] | None = None, watch: Callable[[Look], None] | None = None) -> Outcome:
@@ -99,6 +101,9 @@ class Simulation:
             self.loop.soon(self._switch_roles)
         self.clients.start(self._request_s, progress)
         self.loop.run(lambda: self.clients.is_over() and self.workers.is_idle())
+        if self._roles is not None:
+            self._roles.cancel()
+            self.loop.run(lambda: True)
         self.workers.account()
         self._check()
         return self.outcome

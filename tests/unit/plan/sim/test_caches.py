@@ -36,6 +36,18 @@ def test_shared_blocks_are_held_once_and_stay_for_whoever_is_left() -> None:
     assert (pool.num_held, pool.num_idle, pool.num_free) == (0, 64, 936)
 
 
+def test_behind_a_block_that_somebody_else_had_first_the_next_ones_are_offered() -> None:
+    pool = KVPool(1000, 16, is_told=False)
+    first, second = pool.hold((), 0, 80), pool.hold((), 0, 80)
+    pool.publish(first, KEYS[:2], 40)
+    pool.publish(second, KEYS, 70)
+    assert pool.match(KEYS, 70) == 4
+    assert second.num_own == 80 - 32, "it keeps its own copy of the first two"
+    pool.release(first)
+    pool.release(second)
+    assert (pool.num_held, pool.num_idle) == (0, 64)
+
+
 def test_memory_that_is_wanted_takes_what_was_used_longest_ago() -> None:
     pool = KVPool(200, 16, is_told=True)
     pool.release(filled(pool, (1, 2, 3, 4)))
