@@ -18,8 +18,8 @@ from pd_serve.plan.outcome import ATTAINMENTS
 STEP = 1.05
 """Ratio of two neighbouring rates: goodput is found to 5 %."""
 _FIRST_STRIDE = 8
-_NUM_STRIDES = 5
-"""Strides double: from where it starts, a bisection looks as far as STEP ** (8 + 16 + 32 + 64 + 128), a factor of 180,000."""
+_NUM_STRIDES = 4
+"""Strides double: from where it starts, a bisection looks as far as STEP ** (8 + 16 + 32 + 64), a factor of 350."""
 
 Points = tuple[tuple[float, float], ...]
 

@@ -15,6 +15,8 @@ from pd_serve.protocol.link import Role
 
 MOST_LINES = 8
 """In one picture: more are not told apart."""
+_LEAST_RATE = 0.02
+"""Of the highest goodput: what bisection looks at below is of no interest."""
 
 
 def curve_pictures(curves: Sequence[Curve]) -> dict[str, bytes]:
@@ -22,7 +24,11 @@ def curve_pictures(curves: Sequence[Curve]) -> dict[str, bytes]:
     drawn: dict[str, bytes] = {}
     shown = [curve for curve in curves if curve.trials][:MOST_LINES]
     if shown:
-        series = {curve.candidate.name: [(trial.rate, trial.attainment) for trial in curve.trials] for curve in shown}
+        least = _LEAST_RATE * max(curve.goodput(ATTAINMENTS[0]) for curve in shown)
+        points = {
+            curve.candidate.name: [(trial.rate, trial.attainment) for trial in curve.trials if trial.rate >= least] for curve in shown
+        }
+        series = {name: found for name, found in points.items() if found}
         drawn["goodput"] = plots.over_rate(
             series, ATTAINMENTS, "Requests within both limits over offered rate", "offered requests per second"
         )

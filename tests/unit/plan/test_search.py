@@ -28,7 +28,7 @@ def best(result: Found, attainment: float = 0.99) -> Curve:
 # ---- one curve
 
 
-@pytest.mark.parametrize("start", [0.01, 1.0, 9.9, 1000.0])
+@pytest.mark.parametrize("start", [0.1, 1.0, 9.9, 1000.0])
 def test_goodput_is_found_to_one_step_from_wherever_the_bisection_starts(start: float) -> None:
     fleet = colocated(1, worker(1000, 1000))
     curve = goodput_curve(fleet, lambda _, rate: Trial(rate, min(1.0, 10.0 / rate)), start)
