@@ -51,7 +51,7 @@ async def measure(load: str, folder: Path) -> Path:
     with Bars(quiet=True) as bars:
         async with opened([arm_spec], ClientSettings(), bars) as (arm,):
             before = await measure_samples(arm, settings, bars)
-            with MachineWatch(window_s=None) as watch:
+            with MachineWatch() as watch:
                 records = await open_loop(arm.endpoint, plans)
             after = await measure_samples(arm, replace(settings, seed=1), bars)
             config = arm.config
@@ -65,7 +65,7 @@ async def measure(load: str, folder: Path) -> Path:
         write_result(file, new_result(Described("fit", name, {}, config), watch.load, {"ours": ArmResult(figures)}))
         write_models(worker_models(fit), folder, file.stem)
         tell(kind, fit)
-    print(f"load by others {watch.load.others_cores:.2f} cores", flush=True)
+    print(f"load by others {watch.load.others_cores:.2f} cores, most in a second {watch.load.others_cores_max:.2f}", flush=True)
     return path
 
 
