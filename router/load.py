@@ -289,8 +289,10 @@ class LoadBook:
 
 
 def _backlog_tokens(worker: _Worker, load: Load) -> int:
-    charges = worker.prefill
-    reported = max(0, load.prefill_queue_tokens - charges.num_ended_tokens)
+    charges, reported = worker.prefill, load.prefill_queue_tokens
+    if charges.num_ended:  # of which it may have told a part only: what else it knows of is not less for that
+        num_known = charges.num_tokens - charges.num_uncovered_tokens
+        reported = max(reported - charges.num_ended_tokens, min(reported, num_known))
     return max(reported, min(charges.num_tokens, reported + charges.num_uncovered_tokens))
 
 

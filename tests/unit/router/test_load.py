@@ -187,6 +187,22 @@ def test_what_changes_nothing_tells_nobody() -> None:
     assert book.changed == {decode}
 
 
+def test_a_prompt_that_was_half_computed_when_last_reported_takes_nothing_off_those_behind_it() -> None:
+    """Of the first the report tells what was left; the second is where it was."""
+    book, prefill, decode = LoadBook(), peer_id("p0"), peer_id("d0")
+    for key, num_tokens in ((1, 8000), (2, 2000)):
+        book.charge(key, prefill, decode, num_tokens)
+        book.told(key, prefill, 0.0)
+    book.reported(prefill, 1.0)
+    told = load(prefill_queue_tokens=100 + 2000)
+    book.prefilled(1, prefill)
+    assert book.prefill_backlog_tokens(prefill, told) == 2000
+    book.charge(3, prefill, decode, 70)
+    assert book.prefill_backlog_tokens(prefill, told) == 2070
+    book.prefilled(2, prefill)
+    assert book.prefill_backlog_tokens(prefill, told) == 70
+
+
 def test_old_report_is_no_report_of_an_idle_worker() -> None:
     """One has been silent for long: it counts as loaded as the most loaded of the others."""
     book = LoadBook()
