@@ -113,7 +113,9 @@ class Roster:
         self._rows = {peer: row for row, peer in enumerate(peers)}
         self._workers = linked
         if len(linked) < MANY:
-            self._columns = None
+            if self._columns is not None:
+                self._columns = None
+                self._changed.update(peers)  # what was assumed of their speed stands in the columns alone
         elif self._columns is None:
             self._columns = Columns(self._reads_lanes)
             self._columns.arrange(peers, [-1] * len(peers))

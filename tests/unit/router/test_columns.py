@@ -252,15 +252,16 @@ def roster_differs(seed: int) -> str:
     config = config_of({"policy": "least_ttft"})
     chooser = new_chooser(config, lambda: 0.0)
     assigner = Assigner(pool, chooser, speeds, lambda: pool.now)  # type: ignore[arg-type]
-    names = 0
-    for number in range(60):
+    for number in range(90):
         pool.now += rng.choice((0.01, 0.1, 0.4))
         peers = [worker.peer for worker in pool.workers]
         worker = rng.choice(pool.workers) if pool.workers else None
         action = rng.randrange(9) if worker is not None else 0
+        if worker is not None and rng.random() < 0.3:
+            action = number // 15 % 2  # it grows, it shrinks
         if action == 0 and len(peers) < 7:
-            names += 1
-            peer, role = peer_id(f"w{names}"), rng.choice(ROLES)
+            peer = next(peer for index in range(9) if (peer := peer_id(f"w{index}")) not in peers)  # many come back
+            role = rng.choice(ROLES)
             info = welcome(peer_info(peer, role), max_model_len=1 << 20)
             pool.workers += (LinkedWorker(peer, "http://x", None, info, load(role, block_counts(1000)), pool.now),)  # type: ignore[arg-type]
         if worker is None:
