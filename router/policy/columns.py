@@ -324,5 +324,8 @@ def _taken(array: npt.NDArray[Any], source: Rows) -> npt.NDArray[Any]:
 
 
 def _taken_twice(matrix: npt.NDArray[Any], source: Rows) -> npt.NDArray[Any]:
-    """Both axes."""
-    return np.ascontiguousarray(_taken(np.ascontiguousarray(_taken(matrix, source).T), source).T)
+    """Both axes, at once: of a thousand workers these are megabytes."""
+    new = np.zeros((len(source), len(source)), matrix.dtype)
+    kept = rows_of(source >= 0)
+    new[np.ix_(kept, kept)] = matrix[np.ix_(source[kept], source[kept])]
+    return new
