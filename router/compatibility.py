@@ -10,8 +10,11 @@ from math import inf
 from pd_serve.errors import IncompatibleError
 from pd_serve.ids import WorkerId
 from pd_serve.protocol.exchange import differences
-from pd_serve.protocol.link import Step, Welcome
+from pd_serve.protocol.link import Load, Step, Welcome
 from pd_serve.wire import PROTOCOL_VERSION
+
+MOST = 1 << 48
+"""Of anything that is counted: sums over all workers fit the 64 bits of a column (policy/columns.py)."""
 
 
 def check_compatible(welcome: Welcome, text_vocab_size: int, reference: Welcome | None, expected_id: WorkerId | None) -> None:
@@ -34,8 +37,10 @@ def check_compatible(welcome: Welcome, text_vocab_size: int, reference: Welcome 
     _same("end-of-sequence ids", welcome.eos_token_ids, reference.eos_token_ids, other)
 
 
-def nonsense_in(frame: Step, vocab_size: int) -> str:
-    """What in a step no worker of that vocabulary can mean; empty when there is nothing. On the path of every token."""
+def nonsense_in(frame: Step | Load, vocab_size: int) -> str:
+    """What in it no worker of that vocabulary can mean; empty when there is nothing. On the path of every token."""
+    if isinstance(frame, Load):
+        return _nonsense_in_load(frame)
     for token in frame.outputs:
         if not 0 <= token.token_id < vocab_size:
             return f"sent token {token.token_id}, but has {vocab_size}"
@@ -47,6 +52,14 @@ def nonsense_in(frame: Step, vocab_size: int) -> str:
         if not all(value < inf for value in (logprobs.chosen, *logprobs.top)):
             return "sent log-probabilities that are no numbers"
     return ""
+
+
+def _nonsense_in_load(load: Load) -> str:
+    blocks = load.blocks
+    counts = (blocks.total, blocks.free, blocks.cached, load.running, load.waiting, load.prefill_queue_tokens, load.decode_context_tokens)
+    if min(counts) >= 0 and max(counts) < MOST:
+        return ""
+    return "reported a load of which a count is impossible"
 
 
 def _same(what: str, mine: object, theirs: object, whose: str) -> None:

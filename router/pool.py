@@ -317,6 +317,8 @@ class WorkerPool:
         worker = address.worker
         if worker is None or worker.link is not link:
             self._first_frame(address, link, frame)
+        elif isinstance(frame, Step | Load) and (problem := nonsense_in(frame, worker.welcome.vocab_size)):
+            self._refuse(address, link, problem)
         elif isinstance(frame, Load):
             changed = frame.role is not worker.load.role
             if frame.blocks.total != worker.load.blocks.total:
@@ -338,8 +340,6 @@ class WorkerPool:
                 link.send(CacheSnapshot())
         elif isinstance(frame, Welcome):
             self._refuse(address, link, "sent a second Welcome")
-        elif isinstance(frame, Step) and (problem := nonsense_in(frame, worker.welcome.vocab_size)):
-            self._refuse(address, link, problem)
         else:
             self.on_frame(worker.peer, frame)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pd_serve.protocol.link import Cancel, Role, Step, TokenOutput
+from pd_serve.protocol.link import Cancel, Load, Role, Step, TokenOutput
 from pd_serve.protocol.sampling import TokenLogprobs
 from router.tokenizer import FolderTokenizer
-from tests.fakes import block_counts
+from tests.fakes import block_counts, load
 from tests.fakes_worker import Script, mock_worker
 from tests.patience import PATIENCE_S
 from tests.unit.router.cluster import Cluster, chat_body, cluster, completion_body, until
@@ -169,4 +169,20 @@ async def test_a_worker_that_sends_nonsense_loses_its_link_and_its_requests_end(
             await until(lambda: not worker.open_attempts, "nothing is left of it")
         worker.script.stall_after = -1
         await until(lambda: not c.services.why_not_ready(), "linked")
+        assert (await c.complete()).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "report", [load(Role.BOTH, prefill_queue_tokens=1 << 63), load(Role.BOTH, prefill_queue_tokens=-1)], ids=["huge", "negative"]
+)
+async def test_a_worker_with_an_impossible_load_loses_its_link(tmp_path: Path, report: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No column could hold it: every decision would fail, whoever the worker for it were."""
+    monkeypatch.setattr("router.pool.MAX_BACKOFF_S", 0.05)
+    worker = mock_worker(role=Role.BOTH)
+    async with cluster(tmp_path, worker) as c:
+        await until(lambda: not c.services.why_not_ready(), "linked")
+        linked = c.services.pool.workers
+        worker.send(report)
+        await until(lambda: c.services.pool.workers and c.services.pool.workers[0] is not linked[0], "linked anew")
+        await until(lambda: not c.services.why_not_ready(), "ready again")
         assert (await c.complete()).status_code == 200
