@@ -24,6 +24,8 @@ from pd_serve.plan.worker_model import WorkerModel
 
 _ROLES = ("prefill", "decode", "colocated")
 _SYNTHETIC_REQUESTS = 2000
+_LONGEST_S = 3e5
+"""Of the virtual clock, which is looked at every second."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +168,9 @@ class Inputs:
         rate = self.load.wanted_rate(scenario.load)
         if not rate and not self.has_goodput:
             raise PlanError("--one-load looks at one load: give its --rate")
+        if rate and (lasts_s := scenario.load.num_requests() / rate) > _LONGEST_S:
+            days = lasts_s / 86_400
+            raise PlanError(f"at {rate:g} requests/s the load lasts {days:.3g} days: raise --rate or --speed-up, or give --limit")
         models = self.workers.models()
         return Question(
             models=models,

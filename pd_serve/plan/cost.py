@@ -26,6 +26,10 @@ from pd_serve.plan.errors import PlanError
 from pd_serve.plan.hardware import Link
 from pd_serve.plan.shape import ModelShape
 
+_SLOWEST, _FASTEST = 1e-3, 1e21
+"""Of FLOP and of tokens per second: beyond them times are 0 or without end."""
+_LONGEST_SETUP_S = 3600.0
+
 
 class Speed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Of one prefill worker, all its GPUs together. One of the two is above 0."""
@@ -53,8 +57,11 @@ class Setting(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     def __post_init__(self) -> None:
         if (self.speed.flop_per_s > 0) == (self.speed.tokens_per_s > 0):
             raise PlanError("how fast prompts are computed: give FLOP/s or tokens/s, one of them, above 0")
-        if not 0 <= self.setup_s < float("inf"):
-            raise PlanError(f"a set-up of {self.setup_s:g} s: expected 0 or more")
+        for unit, value in (("FLOP/s", self.speed.flop_per_s), ("tokens/s", self.speed.tokens_per_s)):
+            if value and not _SLOWEST <= value <= _FASTEST:
+                raise PlanError(f"prefill at {value:g} {unit}: expected {_SLOWEST:g} to {_FASTEST:g}")
+        if not 0 <= self.setup_s <= _LONGEST_SETUP_S:
+            raise PlanError(f"a set-up of {self.setup_s:g} s: expected 0 to {_LONGEST_SETUP_S:g}")
         if min(self.decode_tp, self.num_links) < 1:
             raise PlanError("TP degrees and links are at least 1")
 

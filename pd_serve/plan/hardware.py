@@ -49,6 +49,8 @@ ACCELERATORS = (
     Accelerator("B200", 2250e12, 180e9, 8e12, "NVIDIA DGX B200 data sheet, an eighth of it"),
     Accelerator("MI300X", 1307e12, 192e9, 5.3e12, "AMD Instinct MI300X data sheet"),
 )
+_FASTEST = 1e15
+"""Bytes per second; the slowest is 1."""
 _RATE = re.compile(r"(\d+(?:\.\d*)?(?:e\d+)?)\s*(gb/s|gbps|gbit/s|g|gib/s|mb/s|b/s)?", re.IGNORECASE)
 
 
@@ -60,7 +62,7 @@ def link(text: str) -> Link:
         return named
     match = _RATE.fullmatch(word)
     unit = (match[2] or "Gb/s") if match else ""
-    if match is None or not float(match[1]) > 0 or not (per_unit := _bytes_of(unit)):
+    if match is None or not (per_unit := _bytes_of(unit)) or not 1 <= float(match[1]) * per_unit <= _FASTEST:
         names = ", ".join(each.name for each in LINKS)
         raise PlanError(f"{text!r} is no link: expected {names}, gigabits such as 400 or 400Gb/s, or measured bytes such as 12.5GB/s")
     number = float(match[1])

@@ -13,6 +13,9 @@ import numpy.typing as npt
 from pd_serve.plan.errors import PlanError
 
 Counts = npt.NDArray[np.int64]
+MOST_TOKENS = 1 << 24
+"""Of one prompt or answer, as the simulator has them."""
+_MOST_SIGMA = 5.0
 
 
 class Lengths(Protocol):
@@ -63,7 +66,7 @@ class LogNormal:
 
     def draw(self, generator: np.random.Generator, count: int) -> Counts:
         drawn = np.rint(generator.lognormal(math.log(self.median), self.sigma, count))
-        return np.clip(drawn, self.low, self.high or np.inf).astype(np.int64)
+        return np.clip(drawn, self.low, self.high or MOST_TOKENS).astype(np.int64)
 
     @property
     def mean(self) -> float:
@@ -75,10 +78,10 @@ def parse_lengths(text: str) -> Lengths:
     """`512`, `128-2048` (uniform), `lognormal:512:0.9` or `lognormal:512:0.9:8192` (median, sigma, most). Raises PlanError."""
     if match := re.fullmatch(r"(\d+)(?:-(\d+))?", text.strip()):
         low, high = int(match[1]), int(match[2] or match[1])
-        if 1 <= low <= high:
+        if 1 <= low <= high <= MOST_TOKENS:
             return Fixed(low) if low == high else Uniform(low, high)
     if match := re.fullmatch(r"lognormal:(\d+(?:\.\d+)?):(\d+(?:\.\d+)?)(?::(\d+))?", text.strip()):
         median, sigma, most = float(match[1]), float(match[2]), int(match[3] or 0)
-        if median >= 1 and (not most or most >= 1):
+        if 1 <= median <= MOST_TOKENS and sigma <= _MOST_SIGMA and most <= MOST_TOKENS:
             return LogNormal(median, sigma, high=most)
-    raise PlanError(f"{text!r} is no length in tokens: expected such as 512, 128-2048 or lognormal:512:0.9")
+    raise PlanError(f"{text!r} is no length in tokens: expected such as 512, 128-2048 or lognormal:512:0.9, up to {MOST_TOKENS}")

@@ -22,6 +22,12 @@ from pd_serve.plan.shape import ModelShape
 _CONFIG = "config.json"
 _RECURRENT = ("mamba_d_state", "ssm_state_size", "state_size", "linear_num_key_heads")
 
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size")
+_MOST = 1 << 24
+"""Of any of these."""
+_MOST_LAYERS = 10_000
+_MOST_PARAMS = 1e18
+
 
 def model_shape(model: str, cache_dir: str = "") -> ModelShape:
     """`model`: config.json or its folder, a hub id (owner/name) whose config is in the local cache, or a name of published.py.
@@ -46,6 +52,7 @@ def model_shape(model: str, cache_dir: str = "") -> ModelShape:
 def read_shape(config: ConfigJson, name: str, source: str = "") -> ModelShape:
     """Raises ModelError where sizes are missing, PlanError for layers that keep no KV of each token."""
     own = _language_model(config)
+    _check_sizes(own)
     notes: list[str] = []
     try:
         info = describe_config(own)
@@ -79,10 +86,18 @@ def read_shape(config: ConfigJson, name: str, source: str = "") -> ModelShape:
 
 def with_params(shape: ModelShape, num_params: float) -> ModelShape:
     """With so many parameters instead, for arithmetic in round numbers."""
-    if not num_params > 0:
-        raise PlanError(f"{num_params:g} parameters are not above 0")
+    if not 1 <= num_params <= _MOST_PARAMS:
+        raise PlanError(f"{num_params:g} parameters are not above 0, or too many: expected 1 to {_MOST_PARAMS:g}")
     notes = (*shape.notes, "parameters as given, not as config.json has them")
     return msgspec.structs.replace(shape, num_params=round(num_params), num_active_params=round(num_params), notes=notes)
+
+
+def _check_sizes(config: ConfigJson) -> None:
+    """Raises ModelError for sizes that no model has, before anything is divided by them."""
+    for key in _SIZES:
+        most = _MOST_LAYERS if key == "num_hidden_layers" else _MOST
+        if config.has(key) and not 1 <= config.integer(key) <= most:
+            raise ModelError(f"{config.path}: {key} is {config.integer(key)}, expected 1 to {most}")
 
 
 def _language_model(config: ConfigJson) -> ConfigJson:

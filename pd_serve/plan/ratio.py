@@ -21,6 +21,10 @@ HEADROOM = 0.8
 _ROUNDING = 1e-9
 """3.0000000000000004 instances are three."""
 
+_LEAST, _MOST = 1e-9, 1e15
+"""Of rates and lengths: beyond them quotients are 0 or infinite."""
+_MOST_GPUS = 1_000_000
+
 
 class Demand(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What requests ask for, on average."""
@@ -84,8 +88,7 @@ def check(demand: Demand, supply: Supply) -> None:
         "GPUs of a decode instance": supply.gpus_per_decode,
     }
     for name, value in values.items():
-        if not 0 < value < math.inf:
-            raise PlanError(f"{name}: {value:g} is not above 0")
+        _check_range(name, value)
     if not 0 <= demand.hit_rate < 1:
         raise PlanError(f"a prefix hit rate of {demand.hit_rate:g}: expected 0 or more, and less than 1")
 
@@ -104,9 +107,9 @@ def needs(rates: Mapping[str, float], demand: Demand, supply: Supply, utilisatio
 def need(requests_per_s: float, demand: Demand, supply: Supply, utilisation: float = 1.0, name: str = "") -> Need:
     """Raises PlanError for a rate or a utilisation that cannot be."""
     check(demand, supply)
-    if not 0 < requests_per_s < math.inf:
-        raise PlanError(f"a rate of {requests_per_s:g} requests/s is not above 0")
-    if not 0 < utilisation <= 1:
+    if not _LEAST <= requests_per_s <= _MOST:
+        raise PlanError(f"a rate of {requests_per_s:g} requests/s: expected {_LEAST:g} to {_MOST:g}")
+    if not _LEAST <= utilisation <= 1:
         raise PlanError(f"a utilisation of {utilisation:g}: expected more than 0, at most 1")
     exact_prefill = requests_per_s / _rate(1, demand.computed_tokens, supply.prefill_tokens_per_s) / utilisation
     exact_decode = requests_per_s / _rate(1, demand.output_tokens, supply.decode_tokens_per_s) / utilisation
@@ -127,6 +130,8 @@ def need(requests_per_s: float, demand: Demand, supply: Supply, utilisation: flo
 def best_split(num_gpus: int, demand: Demand, supply: Supply, utilisation: float = 1.0) -> Split:
     """Of `num_gpus` the split that sustains the highest rate, the fewest GPUs where several do. Raises PlanError for too few."""
     check(demand, supply)
+    if num_gpus > _MOST_GPUS:
+        raise PlanError(f"{num_gpus} GPUs are more than can be shared out one by one: expected at most {_MOST_GPUS}")
     best: Split | None = None
     for num_prefill in range(1, num_gpus // supply.gpus_per_prefill + 1):
         num_decode = (num_gpus - num_prefill * supply.gpus_per_prefill) // supply.gpus_per_decode
@@ -146,6 +151,14 @@ def best_split(num_gpus: int, demand: Demand, supply: Supply, utilisation: float
         least = supply.gpus_per_prefill + supply.gpus_per_decode
         raise PlanError(f"{num_gpus} GPUs are too few for one instance of each kind, which take {least}")
     return best
+
+
+def _check_range(name: str, value: float) -> None:
+    """Raises PlanError."""
+    if not value > 0:
+        raise PlanError(f"{name}: {value:g} is not above 0")
+    if not _LEAST <= value <= _MOST:
+        raise PlanError(f"{name}: {value:g} is not from {_LEAST:g} to {_MOST:g}")
 
 
 def _sustained(num_prefill: int, num_decode: int, demand: Demand, supply: Supply) -> float:
