@@ -36,7 +36,20 @@ def test_two_clusters_are_measured_side_by_side_and_nothing_is_left(tmp_path: Pa
 
 def test_a_fit_writes_a_worker_model_for_each_role(tmp_path: Path) -> None:
     out = tmp_path / "fit.json"
-    asked = ("--lengths", "33,64,100,200", "--contexts", "64,32", "--stairs", "2,1", "--steps", "4", "--repeats", "1", "--limit", "99")
+    asked = (
+        "--lengths",
+        "33,64,100,200",
+        "--contexts",
+        "192,96,32",
+        "--stairs",
+        "4,2,1",
+        "--steps",
+        "8",
+        "--repeats",
+        "1",
+        "--limit",
+        "99",
+    )
     assert run(["bench", "fit", "--arm", "ours=1p1d", "--set", "kv.memory_bytes=67108864", *asked, "--out", str(out), "--json"]) == 0
     figures = read_result(out).arms["ours"].figures
     assert figures["prefill_b_s"] > 0
