@@ -10,7 +10,7 @@ from math import inf
 from pd_serve.errors import IncompatibleError
 from pd_serve.ids import WorkerId
 from pd_serve.protocol.exchange import differences
-from pd_serve.protocol.link import Load, Step, Welcome
+from pd_serve.protocol.link import Load, PeerStatus, PrefillDone, Step, Welcome, WorkerFrame
 from pd_serve.wire import PROTOCOL_VERSION
 
 MOST = 1 << 48
@@ -26,6 +26,10 @@ def check_compatible(welcome: Welcome, text_vocab_size: int, reference: Welcome 
     if expected_id is not None and info.peer.worker_id != expected_id:
         raise IncompatibleError(f"{expected_id} registered this address, but {info.peer.worker_id} answers there")
     _same("protocol version", info.protocol_version, PROTOCOL_VERSION, "this router")
+    layout = info.layout
+    sizes = (welcome.max_model_len, layout.block_size, layout.num_blocks * layout.block_size, layout.bytes_per_token * info.num_ranks)
+    if not all(0 < size < MOST for size in sizes):
+        raise IncompatibleError(f"sizes that are impossible: {sizes}, of model length, blocks, pool and KV of a token")
     if welcome.vocab_size < text_vocab_size:
         raise IncompatibleError(f"vocabulary of {welcome.vocab_size} tokens, but the router's tokenizer has {text_vocab_size}")
     if reference is None:
@@ -37,10 +41,20 @@ def check_compatible(welcome: Welcome, text_vocab_size: int, reference: Welcome 
     _same("end-of-sequence ids", welcome.eos_token_ids, reference.eos_token_ids, other)
 
 
-def nonsense_in(frame: Step | Load, vocab_size: int) -> str:
+def nonsense_in(frame: WorkerFrame, vocab_size: int) -> str:
     """What in it no worker of that vocabulary can mean; empty when there is nothing. On the path of every token."""
+    if isinstance(frame, Step):
+        return _nonsense_in_step(frame, vocab_size)
     if isinstance(frame, Load):
         return _nonsense_in_load(frame)
+    if isinstance(frame, PrefillDone) and not 0 <= frame.num_computed_tokens < MOST:
+        return f"computed {frame.num_computed_tokens} tokens of a prompt"
+    if isinstance(frame, PeerStatus) and not all(0 <= state.bandwidth < inf for state in frame.states):
+        return "measured a bandwidth that is no number"
+    return ""
+
+
+def _nonsense_in_step(frame: Step, vocab_size: int) -> str:
     for token in frame.outputs:
         if not 0 <= token.token_id < vocab_size:
             return f"sent token {token.token_id}, but has {vocab_size}"

@@ -23,7 +23,7 @@ from pd_serve.protocol.admin import FleetAddress
 from pd_serve.protocol.cache_events import CacheEvents, CacheSnapshot
 from pd_serve.protocol.client import Link, LinkSettings, open_link
 from pd_serve.protocol.control import RegisterWorker, WorkerStatus
-from pd_serve.protocol.link import BlockCounts, Load, Peers, PeerStatus, Role, RouterFrame, Step, Welcome, WorkerFrame
+from pd_serve.protocol.link import BlockCounts, Load, Peers, PeerStatus, Role, RouterFrame, Welcome, WorkerFrame
 from router.breaker import Breakers
 from router.compatibility import check_compatible, nonsense_in
 from router.linked_worker import LinkedWorker
@@ -317,7 +317,7 @@ class WorkerPool:
         worker = address.worker
         if worker is None or worker.link is not link:
             self._first_frame(address, link, frame)
-        elif isinstance(frame, Step | Load) and (problem := nonsense_in(frame, worker.welcome.vocab_size)):
+        elif problem := nonsense_in(frame, worker.welcome.vocab_size):
             self._refuse(address, link, problem)
         elif isinstance(frame, Load):
             changed = frame.role is not worker.load.role

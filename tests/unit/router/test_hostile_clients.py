@@ -9,10 +9,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from pd_serve.protocol.link import Cancel, Load, Role, Step, TokenOutput
+from pd_serve.ids import AttemptId
+from pd_serve.protocol.link import Cancel, Load, PeerStatus, PrefillDone, Role, Step, TokenOutput
 from pd_serve.protocol.sampling import TokenLogprobs
 from router.tokenizer import FolderTokenizer
-from tests.fakes import block_counts, load
+from tests.fakes import block_counts, joined, load, peer_id
 from tests.fakes_worker import Script, mock_worker
 from tests.patience import PATIENCE_S
 from tests.unit.router.cluster import Cluster, chat_body, cluster, completion_body, until
@@ -173,9 +174,18 @@ async def test_a_worker_that_sends_nonsense_loses_its_link_and_its_requests_end(
 
 
 @pytest.mark.parametrize(
-    "report", [load(Role.BOTH, prefill_queue_tokens=1 << 63), load(Role.BOTH, prefill_queue_tokens=-1)], ids=["huge", "negative"]
+    "report",
+    [
+        load(Role.BOTH, prefill_queue_tokens=1 << 63),
+        load(Role.BOTH, prefill_queue_tokens=-1),
+        PrefillDone(AttemptId(1), -5, 0),
+        PeerStatus((msgspec.structs.replace(joined(peer_id("p0")), bandwidth=-1.0),)),
+    ],
+    ids=["huge", "negative", "computed", "bandwidth"],
 )
-async def test_a_worker_with_an_impossible_load_loses_its_link(tmp_path: Path, report: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_worker_with_an_impossible_count_loses_its_link(
+    tmp_path: Path, report: Load | PrefillDone | PeerStatus, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No column could hold it: every decision would fail, whoever the worker for it were."""
     monkeypatch.setattr("router.pool.MAX_BACKOFF_S", 0.05)
     worker = mock_worker(role=Role.BOTH)

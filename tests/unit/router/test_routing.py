@@ -238,6 +238,8 @@ def test_room_counts_what_the_report_cannot_know() -> None:
         ("vocabulary", welcome(vocab_size=200)),
         ("KV layout", welcome(peer_info(layout=kv_layout(num_layers=3)))),
         ("transport", welcome(msgspec.structs.replace(peer_info(), transport="other"))),
+        ("sizes that are impossible", msgspec.structs.replace(welcome(), max_model_len=1 << 62)),
+        ("sizes that are impossible", welcome(peer_info(layout=kv_layout(num_blocks=1 << 60)))),
         ("end-of-sequence", msgspec.structs.replace(welcome(), eos_token_ids=(5,))),
     ],
 )
