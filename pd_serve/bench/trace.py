@@ -23,6 +23,10 @@ from pd_serve.bench.workload import DEFAULT_VOCAB, random_tokens
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one hash id of the Mooncake format stands for."""
+_LONGEST = 1 << 24
+"""Tokens of one prompt or answer."""
+_LATEST_S = 1e11
+"""Seconds since 1970, about the year 5000."""
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 
 
@@ -64,6 +68,10 @@ def read_trace(path: Path, limit: int = 0, minutes: float = 0.0) -> list[TraceRe
         raise BenchError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from error
     if not requests:
         raise BenchError(f"{path} holds no requests")
+    for place, request in enumerate(requests, start=1):
+        lengths = (request.num_prompt_tokens, request.num_output_tokens)
+        if not (-_LATEST_S < request.at_s < _LATEST_S and min(lengths) >= 0 and max(lengths) <= _LONGEST):
+            raise BenchError(f"{path}: request {place} in order of time has a time or a length that is impossible")
     first_s = requests[0].at_s
     return [
         TraceRequest(request.at_s - first_s, request.num_prompt_tokens, request.num_output_tokens, request.hash_ids)

@@ -28,6 +28,8 @@ EPILOG = (
     "  pd-serve plan cost demo --prefill-tokens-per-s 1000 --link shm --prompts 128,512,2048     measured, here on one core"
 )
 
+_LONGEST = 1 << 24
+
 
 def cost(
     model: Annotated[str, typer.Argument(help="config.json or its folder, a hub id in the local cache, or a name such as Llama-3.1-8B")],
@@ -63,7 +65,9 @@ def cost(
     ] = 5.0,
     chunks: Annotated[str, typer.Option("--chunks", help="Chunk budgets of a colocated worker", rich_help_panel=_LOAD)] = "2048,512",
     prompt: Annotated[int, typer.Option("--prompt", min=0, help="The prompt that decides; 0: the longest", rich_help_panel=_LOAD)] = 0,
-    itl_slo_ms: Annotated[float, typer.Option("--itl-slo-ms", min=0.0, help="Limit of p99 ITL; 0: none said", rich_help_panel=_LOAD)] = 0.0,
+    itl_slo_ms: Annotated[
+        float, typer.Option("--itl-slo-ms", min=0.0, max=1e9, help="Limit of p99 ITL; 0: none said", rich_help_panel=_LOAD)
+    ] = 0.0,
     bursty: Annotated[bool, typer.Option("--bursty", help="Prompts come in bursts", rich_help_panel=_LOAD)] = False,
     offline: Annotated[bool, typer.Option("--offline", help="Nobody waits for single tokens", rich_help_panel=_LOAD)] = False,
     different_tp: Annotated[
@@ -153,8 +157,8 @@ def _counts(option: str, text: str) -> tuple[int, ...]:
         found = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise ConfigError(f"{option} {text}: expected tokens parted by commas") from None
-    if not found or min(found) < 1:
-        raise ConfigError(f"{option} {text}: expected numbers of tokens, at least 1")
+    if not found or min(found) < 1 or max(found) > _LONGEST:
+        raise ConfigError(f"{option} {text}: expected numbers of tokens, from 1 to {_LONGEST:,}")
     return found
 
 

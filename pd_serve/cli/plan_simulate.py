@@ -70,9 +70,12 @@ def simulate(
         Path | None, typer.Option("--trace", help="Replay this trace (Mooncake JSON lines or Azure CSV)", rich_help_panel=_LOAD)
     ] = None,
     speed_up: Annotated[
-        float, typer.Option("--speed-up", min=0.0, help="How many times as fast as it was; 0: as fast as goodput", rich_help_panel=_LOAD)
+        float,
+        typer.Option("--speed-up", min=0.0, max=1e4, help="How many times as fast as it was; 0: as fast as goodput", rich_help_panel=_LOAD),
     ] = 1.0,
-    minutes: Annotated[float, typer.Option("--minutes", min=0.0, help="First minutes of the trace; 0: all", rich_help_panel=_LOAD)] = 0.0,
+    minutes: Annotated[
+        float, typer.Option("--minutes", min=0.0, max=1e6, help="First minutes of the trace; 0: all", rich_help_panel=_LOAD)
+    ] = 0.0,
     max_input: Annotated[int, typer.Option("--max-input", min=0, help="Cut prompts of the trace", rich_help_panel=_LOAD)] = 0,
     max_output: Annotated[int, typer.Option("--max-output", min=0, help="Cut answers of the trace", rich_help_panel=_LOAD)] = 0,
     rate: Annotated[
@@ -88,21 +91,24 @@ def simulate(
     turns: Annotated[
         int, typer.Option("--turns", min=1, help="Mean turns of a conversation; 1: requests share nothing", rich_help_panel=_LOAD)
     ] = 1,
-    think_s: Annotated[float, typer.Option("--think-s", min=0.0, help="Mean seconds between two turns", rich_help_panel=_LOAD)] = 20.0,
+    think_s: Annotated[
+        float, typer.Option("--think-s", min=0.0, max=86400.0, help="Mean seconds between two turns", rich_help_panel=_LOAD)
+    ] = 20.0,
     system_tokens: Annotated[
-        int, typer.Option("--system-tokens", min=0, help="Tokens at the head that all conversations share", rich_help_panel=_LOAD)
+        int,
+        typer.Option("--system-tokens", min=0, max=1 << 20, help="Tokens at the head that all conversations share", rich_help_panel=_LOAD),
     ] = 512,
     limit: Annotated[
         int, typer.Option("--limit", min=0, help="Requests; 0: the whole trace, 2000 of a synthetic load", rich_help_panel=_LOAD)
     ] = 0,
     scale: Annotated[
-        float, typer.Option("--scale", min=0.0, help="Look at the load so many times as fast besides: 10", rich_help_panel=_LOAD)
+        float, typer.Option("--scale", min=0.0, max=1e4, help="Look at the load so many times as fast besides: 10", rich_help_panel=_LOAD)
     ] = 0.0,
     slo_ttft_ms: Annotated[
-        float, typer.Option("--slo-ttft-ms", min=0.0, help="Limit of time to first token", rich_help_panel=_LIMITS)
+        float, typer.Option("--slo-ttft-ms", min=0.0, max=1e9, help="Limit of time to first token", rich_help_panel=_LIMITS)
     ] = 0.0,
     slo_itl_ms: Annotated[
-        float, typer.Option("--slo-itl-ms", min=0.0, help="Limit that 99 % of a request's gaps keep", rich_help_panel=_LIMITS)
+        float, typer.Option("--slo-itl-ms", min=0.0, max=1e9, help="Limit that 99 % of a request's gaps keep", rich_help_panel=_LIMITS)
     ] = 0.0,
     one_load: Annotated[
         bool,

@@ -168,9 +168,10 @@ class Inputs:
         rate = self.load.wanted_rate(scenario.load)
         if not rate and not self.has_goodput:
             raise PlanError("--one-load looks at one load: give its --rate")
-        if rate and (lasts_s := scenario.load.num_requests() / rate) > _LONGEST_S:
+        slowest = rate * min(1.0, self.load.scale or 1.0)
+        if rate and (lasts_s := scenario.load.num_requests() / slowest) > _LONGEST_S:
             days = lasts_s / 86_400
-            raise PlanError(f"at {rate:g} requests/s the load lasts {days:.3g} days: raise --rate or --speed-up, or give --limit")
+            raise PlanError(f"at {slowest:g} requests/s the load lasts {days:.3g} days: raise --rate or --speed-up, or give --limit")
         models = self.workers.models()
         return Question(
             models=models,
