@@ -262,8 +262,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "load-as-last-reported": Mutation(
         "router/load.py",
-        "return max(load.prefill_queue_tokens, min(own, load.prefill_queue_tokens + uncovered))",
-        "return load.prefill_queue_tokens",
+        "return max(reported, min(charges.num_tokens, reported + charges.num_uncovered_tokens))",
+        "return reported",
         _ROUTER + "test_routing.py::test_burst_spreads_by_tokens_before_any_report",
     ),
     "new-worker-looks-empty": Mutation(
@@ -280,8 +280,8 @@ MUTATIONS: dict[str, Mutation] = {
     ),
     "load-of-prompts-unseen": Mutation(
         "router/load.py",
-        "return max(load.prefill_queue_tokens, min(own, load.prefill_queue_tokens + uncovered))",
-        "return load.prefill_queue_tokens",
+        "return max(reported, min(charges.num_tokens, reported + charges.num_uncovered_tokens))",
+        "return reported",
         _CLASSES + "test_burst_of_mixed_lengths_is_shared_by_tokens",
     ),
     "any-key-opens": Mutation(

@@ -9,14 +9,14 @@ _ROUTER = "tests/unit/router/"
 ROUTING: dict[str, Mutation] = {
     "hot-worker-ends-affinity": Mutation(
         "router/policy/candidates.py",
-        "beside = [worker for worker in self.decodes if worker.peer == demand.beside]",
-        "beside = [d for d in self.decodes if d.peer == demand.beside and all(_can_hold(demand, w, settings) for w in workers[1:])]",
+        "next((worker for worker in self.decodes if worker.peer == demand.beside), None)",
+        "next((d for d in self.decodes if d.peer == demand.beside and len(self.decodes) == len(workers)), None)",
         _ROUTER + "test_routing.py::test_one_hot_worker_does_not_end_affinity",
     ),
     "hot-worker-is-stuck-to": Mutation(
         "router/policy/candidates.py",
-        "beside = [worker for worker in self.decodes if worker.peer == demand.beside]",
-        "beside = [worker for worker in workers if worker.peer == demand.beside]",
+        "next((worker for worker in self.decodes if worker.peer == demand.beside), None)",
+        "next((worker for worker in workers if worker.peer == demand.beside), None)",
         _ROUTER + "test_routing.py::test_one_hot_worker_does_not_end_affinity",
     ),
     "handover-waited-for": Mutation(
