@@ -24,10 +24,10 @@ FULL_SHARE = 0.8
 MIXED_SHARE = 0.1
 """Of compute time in steps that did both: above, the two cannot be told apart."""
 
-_FAMILIES = frozenset(
+_METRICS = frozenset(
     {
-        "pd_serve_compute_seconds",
-        "pd_serve_computed_tokens",
+        "pd_serve_compute_seconds_total",
+        "pd_serve_computed_tokens_total",
         "pd_serve_step_seconds",
         "pd_serve_blocks",
         "pd_serve_running_sequences",
@@ -37,6 +37,8 @@ _FAMILIES = frozenset(
         "pd_serve_request_generated_tokens",
     }
 )
+_FAMILIES = frozenset(name.removesuffix("_total") for name in _METRICS)
+"""As the parser calls them."""
 Reading = Mapping[tuple[str, str], float]
 """Of one process: by name and its label, without pd_serve_."""
 
