@@ -158,10 +158,11 @@ def test_files_are_written_together(tmp_path: Path) -> None:
 
 def _compose() -> list[str]:
     """Of Docker's two programs the one that is here; empty without."""
-    if shutil.which("docker-compose"):
-        return ["docker-compose"]
-    if shutil.which("docker") and subprocess.run(["docker", "compose", "version"], capture_output=True, check=False).returncode == 0:
-        return ["docker", "compose"]
+    for program in (["docker-compose"], ["docker", "compose"]):
+        if shutil.which(program[0]):
+            told = subprocess.run([*program, "version", "--short"], capture_output=True, text=True, check=False)
+            if told.returncode == 0 and not told.stdout.startswith("1."):  # which knows no `name`, as in docker/ too
+                return program
     return []
 
 
