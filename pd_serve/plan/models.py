@@ -8,6 +8,7 @@ import msgspec
 
 from pd_serve.engine.config_json import ConfigJson, read_json
 from pd_serve.engine.experts_info import ExpertsInfo
+from pd_serve.engine.families.fallback import declared_windows
 from pd_serve.engine.families.registry import describe_config
 from pd_serve.engine.latent_info import LatentInfo
 from pd_serve.engine.model_info import ModelInfo
@@ -137,7 +138,7 @@ def _common_fields(config: ConfigJson) -> ModelInfo:
         has_qk_norm=False,
         dtype=config.text("dtype", config.text("torch_dtype", "")),
         fingerprint="",
-        layer_windows=_windows(config, num_layers),
+        layer_windows=declared_windows(config, num_layers),
         latent=latent,
         experts=_experts(config, num_layers),
     )
@@ -167,9 +168,3 @@ def _experts(config: ConfigJson, num_layers: int) -> ExpertsInfo | None:
         intermediate_size=size,
         shared_intermediate_size=size * config.integer("n_shared_experts", 0),
     )
-
-
-def _windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
-    window = config.integer("sliding_window", 0) if config.boolean("use_sliding_window", True) else 0
-    kinds = config.texts("layer_types") or ("sliding_attention",) * num_layers
-    return tuple(window if kind == "sliding_attention" else 0 for kind in kinds) if window else ()

@@ -70,7 +70,7 @@ def describe(config: ConfigJson, architecture: str) -> ModelInfo:
         has_qk_norm=False,
         dtype=config.text("dtype", config.text("torch_dtype", "")),
         fingerprint="",
-        layer_windows=_layer_windows(own, num_layers),
+        layer_windows=declared_windows(own, num_layers),
         folder=config.path.parent,
         softcap=own.number("attn_logit_softcapping", 0.0),
     )
@@ -128,7 +128,8 @@ def _rope_types(config: ConfigJson) -> set[str]:
     return {section.text("rope_type", "default") for section in (params, *by_kind)}
 
 
-def _layer_windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+def declared_windows(config: ConfigJson, num_layers: int) -> tuple[int, ...]:
+    """As ModelInfo.layer_windows, by the names that most decoders share; nothing is refused."""
     window = config.integer("sliding_window", 0) if config.boolean("use_sliding_window", True) else 0
     types = config.texts("layer_types") or ("sliding_attention",) * num_layers
     return tuple(window if kind == "sliding_attention" else 0 for kind in types) if window else ()
