@@ -23,7 +23,7 @@ from pd_serve.bench.workload import DEFAULT_VOCAB, random_tokens
 
 TRACE_BLOCK_TOKENS = 512
 """Tokens that one hash id of the Mooncake format stands for."""
-_LONGEST = 1 << 24
+MOST_TOKENS = 1 << 24
 """Tokens of one prompt or answer."""
 _LATEST_S = 1e11
 """Seconds since 1970, about the year 5000."""
@@ -70,7 +70,7 @@ def read_trace(path: Path, limit: int = 0, minutes: float = 0.0) -> list[TraceRe
         raise BenchError(f"{path} holds no requests")
     for place, request in enumerate(requests, start=1):
         lengths = (request.num_prompt_tokens, request.num_output_tokens)
-        if not (-_LATEST_S < request.at_s < _LATEST_S and min(lengths) >= 0 and max(lengths) <= _LONGEST):
+        if not (-_LATEST_S < request.at_s < _LATEST_S and min(lengths) >= 0 and max(lengths) <= MOST_TOKENS):
             raise BenchError(f"{path}: request {place} in order of time has a time or a length that is impossible")
     first_s = requests[0].at_s
     return [

@@ -28,8 +28,6 @@ EPILOG = (
     "  pd-serve plan cost demo --prefill-tokens-per-s 1000 --link shm --prompts 128,512,2048     measured, here on one core"
 )
 
-_LONGEST = 1 << 24
-
 
 def cost(
     model: Annotated[str, typer.Argument(help="config.json or its folder, a hub id in the local cache, or a name such as Llama-3.1-8B")],
@@ -153,12 +151,14 @@ def _dtype(text: str) -> KVDtype:
 
 
 def _counts(option: str, text: str) -> tuple[int, ...]:
+    from pd_serve.bench.trace import MOST_TOKENS
+
     try:
         found = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
         raise ConfigError(f"{option} {text}: expected tokens parted by commas") from None
-    if not found or min(found) < 1 or max(found) > _LONGEST:
-        raise ConfigError(f"{option} {text}: expected numbers of tokens, from 1 to {_LONGEST:,}")
+    if not found or min(found) < 1 or max(found) > MOST_TOKENS:
+        raise ConfigError(f"{option} {text}: expected numbers of tokens, from 1 to {MOST_TOKENS:,}")
     return found
 
 

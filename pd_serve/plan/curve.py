@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 
@@ -82,7 +83,7 @@ def goodput_curve(candidate: Candidate, evaluate: Evaluate, start: float, attain
 
     place = grid_place(start)
     for attainment in sorted(attainments):
-        place = _highest(lambda tried, wanted=attainment: keeps(tried, wanted), place)  # type: ignore[misc]
+        place = _highest(partial(keeps, attainment=attainment), place)
     return Curve(candidate, tuple(trials[place] for place in sorted(trials)))
 
 

@@ -10,11 +10,10 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
+from pd_serve.bench.trace import MOST_TOKENS
 from pd_serve.plan.errors import PlanError
 
 Counts = npt.NDArray[np.int64]
-MOST_TOKENS = 1 << 24
-"""Of one prompt or answer, as the simulator has them."""
 _MOST_SIGMA = 5.0
 
 

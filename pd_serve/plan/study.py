@@ -123,7 +123,8 @@ def _per_gpu(curve: Curve | None, attainment: float) -> float:
 
 def _verdict(words: dict[str, str], apart: Found | None, pools: Found | None, arms: Sequence[Arm]) -> tuple[str, ...]:
     """Each kind with what is best at the attainment in question."""
-    assert apart is not None and pools is not None, "there are words for two kinds only"  # noqa: PT018
+    assert apart is not None, "there are words for two kinds only"
+    assert pools is not None, "there are words for two kinds only"
     lines = [
         f"at {attainment:.0%} attainment {_compared(apart.best(attainment), pools.best(attainment), attainment)}"
         for attainment in ATTAINMENTS

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import cast
 
@@ -49,14 +49,14 @@ class CountedMetrics(Metrics):
     """Sums by name and labels; histograms where somebody reads them."""
 
     def __init__(self) -> None:
-        self.sums: Counter[tuple[str, ...]] = Counter()
+        self.sums: defaultdict[tuple[str, ...], float] = defaultdict(float)
         self.last_rejection = ""
         """Label of the last of pd_serve_rejections_total."""
         self.gaps = GapHistogram()
         self._histograms: dict[str, Histogram] = {"pd_serve_inter_token_latency_seconds": self.gaps}
 
     def record(self, name: str, value: float, *labels: str) -> None:
-        self.sums[name, *labels] += value  # type: ignore[assignment]
+        self.sums[name, *labels] += value
         if name == "pd_serve_rejections_total":
             self.last_rejection = labels[0]
 
